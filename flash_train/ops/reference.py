@@ -25,8 +25,8 @@ The merge by hand, one row: scores [1, 2] and then [3], values [10, 20] and then
 
 Sources: Milakov and Gimelshein 2018 (arXiv 1805.02867, section 3) for the online softmax; Dao et al. 2022
 (arXiv 2205.14135, algorithms 1 and 4) and Dao 2023 (arXiv 2307.08691, section 3.1) for the tiles and their backward.
-Shapes: q [B, H, T, D], k [B, G, S, D], v [B, G, S, E], H a multiple of G; query head h reads key head h // (H / G). With
-`causal`, the last query is aligned with the last key: query t sees key s if s <= t + S - T.
+Shapes: q [B, H, T, D], k [B, G, S, D], v [B, G, S, E], H a multiple of G; query head h reads key head h // (H / G).
+With `causal`, the last query is aligned with the last key: query t sees key s if s <= t + S - T.
 """
 
 import math
@@ -68,19 +68,32 @@ def visible_keys(queries: int, keys: int, *, causal: bool, device: torch.device 
     return n.clamp(0, keys) if causal else torch.full_like(n, keys)
 
 
-def scores(q: Tensor, k: Tensor, *, causal: bool, scale: float) -> Tensor:
-    """[B, H, T, S]: scale q k^T, minus infinity where the query does not see the key."""
-    s = scale * (q @ _repeat_heads(k, q).transpose(-2, -1))
+def scores(q: Tensor, k: Tensor, *, causal: bool, scale: float, reverse_keys: bool = False) -> Tensor:
+    """[B, H, T, S]: scale q k^T, minus infinity where the query does not see the key.
+
+    With `reverse_keys`, `k` comes in reverse order, and so do the columns.
+    """
+    s = (q @ _repeat_heads(k, q).transpose(-2, -1)) * scale
+    if not causal:
+        return s
     n = visible_keys(q.shape[-2], k.shape[-2], causal=causal, device=q.device)
-    return s.masked_fill(torch.arange(k.shape[-2], device=q.device) >= n.unsqueeze(-1), -math.inf) if causal else s
+    keys = torch.arange(k.shape[-2], device=q.device)
+    return s.masked_fill((keys.flip(0) if reverse_keys else keys) >= n.unsqueeze(-1), -math.inf)
 
 
-def naive_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
+def naive_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None, reverse_keys: bool = False
+) -> Tensor:
     """Rung 1, the definition: softmax(scale q k^T) v, [B, H, T, E].
 
-    The spelling is nanoGPT's, which torch.compile does not turn into a fused kernel.
+    The spelling is nanoGPT's, which torch.compile does not turn into a fused kernel. `reverse_keys` visits the keys
+    from the last to the first: the same mathematics in another order of summation, which shows how far rounding alone
+    moves a training run.
     """
-    s = scores(q, k, causal=causal, scale=default_scale(q) if scale is None else scale)
+    if reverse_keys:
+        k, v = k.flip(-2), v.flip(-2)
+    scale = default_scale(q) if scale is None else scale
+    s = scores(q, k, causal=causal, scale=scale, reverse_keys=reverse_keys)
     p = torch.softmax(s, dim=-1)  # in fp32 under CUDA autocast
     if causal and q.shape[-2] > k.shape[-2]:  # the first T - S rows see nothing, and softmax makes NaN of them
         p = p.masked_fill((s == -math.inf).all(-1, keepdim=True), 0.0)
@@ -233,7 +246,7 @@ def _keys(x: Tensor, columns: slice, dtype: torch.dtype) -> Tensor:
 
 
 def _mask_tile(s: Tensor, n: Tensor, columns: slice) -> None:
-    """Minus infinity into the tile's scores [B * G, (H / G) * rows, columns] where key >= n[row]; a full tile is left alone."""
+    """Minus infinity into the scores [B * G, (H / G) * rows, columns] where key >= n[row]; full tiles stay."""
     if int(n[0]) >= columns.stop:
         return
     hidden = torch.arange(columns.start, columns.stop) >= n.unsqueeze(-1)

@@ -1,0 +1,76 @@
+"""Which implementation runs for which tensors, and why: a pure function, asked by the operator and by anybody."""
+
+import importlib.util
+import os
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+IMPLEMENTATIONS = (
+    "flash",
+    "triton",
+    "tiled",
+    "sdpa",
+    "sdpa_cudnn",
+    "sdpa_efficient",
+    "sdpa_math",
+    "naive",
+    "naive_reversed",
+)
+"""The names that `flash_attention` takes; its docstring says what each one is."""
+
+TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+TRITON_HEAD_SIZES = range(8, 257)
+
+
+class Choice(NamedTuple):
+    """What runs, and why it is not what was asked for (None where it is)."""
+
+    name: str
+    reason: str | None
+
+
+def choose_implementation(implementation: str, q: Tensor, k: Tensor, v: Tensor) -> Choice:
+    """What `flash_attention(q, k, v, implementation=implementation)` runs. Shapes as there; no data is read.
+
+    Raises:
+        ValueError: "triton" was asked for by name and does not take these tensors.
+    """
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}")
+    if implementation == "sdpa":
+        return Choice("sdpa_flash", None)
+    if implementation not in ("flash", "triton"):
+        return Choice(implementation, None)
+    obstacle = _triton_obstacle(q, v, asked_by_name=implementation == "triton")
+    if obstacle is None:
+        return Choice("triton", None)
+    if implementation == "triton":
+        raise ValueError(f"implementation='triton': {obstacle}; implementation='flash' takes the tiled path there")
+    return Choice("tiled", obstacle)
+
+
+def _triton_obstacle(q: Tensor, v: Tensor, *, asked_by_name: bool) -> str | None:
+    """Why the Triton kernels do not take these tensors, or None if they do."""
+    if q.device.type != "cuda" and not (q.device.type == "cpu" and asked_by_name and interpreting()):
+        return f"the Triton kernels run on a GPU, not on {q.device.type} (there in TRITON_INTERPRET=1 alone, by name)"
+    if not triton_installed():
+        return "Triton is not installed"
+    if q.dtype not in TRITON_DTYPES:
+        return f"the Triton kernels take fp16, bf16 and fp32, not {q.dtype}"
+    for size in (q.shape[-1], v.shape[-1]):
+        if size not in TRITON_HEAD_SIZES:
+            return f"the Triton kernels take head sizes {TRITON_HEAD_SIZES[0]} to {TRITON_HEAD_SIZES[-1]}, not {size}"
+    return None
+
+
+def interpreting() -> bool:
+    """Whether Triton runs its kernels in its interpreter: the variable is read when Triton is first imported."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@cache
+def triton_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
