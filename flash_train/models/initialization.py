@@ -1,0 +1,27 @@
+"""The initial weights of a model, all in one function."""
+
+import math
+
+from torch import nn
+
+# GPT-2's; about 1 / sqrt(C) at its width of 768 to 1600.
+STANDARD_DEVIATION = 0.02
+
+
+def initialize(model: nn.Module, *, depth: int) -> None:
+    """Draw every weight of ``model`` anew, in place, from torch's global generator.
+
+    Matrices and embeddings come from N(0, 0.02), biases are 0 and gains 1. Modules called ``projection`` end a
+    residual branch; their deviation is divided by ``sqrt(2 depth)``, because the stream adds up two branches a layer
+    (Radford et al., 2019, section 2.3). The draws do not depend on the attention implementation, so that one seed
+    gives every arm of a comparison the same weights.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            ends_branch = name.endswith(".projection")
+            deviation = STANDARD_DEVIATION / math.sqrt(2 * depth) if ends_branch else STANDARD_DEVIATION
+            nn.init.normal_(module.weight, std=deviation)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
+            module.reset_parameters()

@@ -1,0 +1,54 @@
+"""The two feed-forward networks of a transformer block."""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flash_train.modules.checks import check_choice, check_positive
+
+
+class GeluFeedForward(nn.Module):
+    """GPT-2's: ``projection(gelu(expand(x)))`` with the exact GELU; ``[..., C]`` to ``[..., C]``, hidden size 4 C."""
+
+    def __init__(self, width: int, *, hidden_size: int | None = None, bias: bool = False, dropout: float = 0.0) -> None:
+        super().__init__()
+        hidden_size = 4 * width if hidden_size is None else hidden_size
+        check_positive("hidden_size", hidden_size)
+        self.expand = nn.Linear(width, hidden_size, bias=bias)
+        self.projection = nn.Linear(hidden_size, width, bias=bias)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the network to each row of ``x`` ``[..., C]``."""
+        return self.dropout(self.projection(F.gelu(self.expand(x))))
+
+
+class SwigluFeedForward(nn.Module):
+    """Llama's: ``projection(silu(gate) * up)`` (Shazeer, 2020, arXiv 2002.05202); ``[..., C]`` to ``[..., C]``.
+
+    The hidden size is 8/3 C, rounded up to a multiple of 64, so that three matrices weigh what GELU's two do. Gate and
+    up are the halves of one fused projection, gate first.
+    """
+
+    def __init__(self, width: int, *, hidden_size: int | None = None, bias: bool = False, dropout: float = 0.0) -> None:
+        super().__init__()
+        hidden_size = -(-8 * width // (3 * 64)) * 64 if hidden_size is None else hidden_size
+        check_positive("hidden_size", hidden_size)
+        self.expand = nn.Linear(width, 2 * hidden_size, bias=bias)
+        self.projection = nn.Linear(hidden_size, width, bias=bias)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the network to each row of ``x`` ``[..., C]``."""
+        gate, up = self.expand(x).chunk(2, dim=-1)
+        return self.dropout(self.projection(F.silu(gate) * up))
+
+
+FEED_FORWARDS = {"gelu": GeluFeedForward, "swiglu": SwigluFeedForward}
+
+
+def make_feed_forward(
+    kind: str, width: int, *, hidden_size: int | None = None, bias: bool = False, dropout: float = 0.0
+) -> nn.Module:
+    """The feed-forward network called ``kind``, ``"gelu"`` or ``"swiglu"``; ``ValueError`` for another name."""
+    check_choice("feed_forward", kind, tuple(FEED_FORWARDS))
+    return FEED_FORWARDS[kind](width, hidden_size=hidden_size, bias=bias, dropout=dropout)

@@ -1,0 +1,24 @@
+"""Normalization layers: torch's own, chosen by name."""
+
+from torch import nn
+
+from flash_train.modules.checks import check_choice
+
+NORMS = ("layer", "rms")
+
+# Stated, because nn.RMSNorm's default is the machine epsilon of the input: 7.8e-3 in bfloat16, which changes the model.
+EPSILON = 1e-5
+
+Norm = nn.LayerNorm | nn.RMSNorm
+
+
+def make_norm(kind: str, width: int, *, bias: bool = False) -> Norm:
+    """A normalization over the last dimension, of size ``width``.
+
+    ``kind`` is ``"layer"`` (``nn.LayerNorm``, with a bias if asked) or ``"rms"`` (``nn.RMSNorm``, which has no bias).
+    Raises ``ValueError`` for another name.
+    """
+    check_choice("norm", kind, NORMS)
+    if kind == "rms":
+        return nn.RMSNorm(width, eps=EPSILON)
+    return nn.LayerNorm(width, eps=EPSILON, bias=bias)

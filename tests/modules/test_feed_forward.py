@@ -1,0 +1,50 @@
+import pytest
+import torch
+
+from flash_train.modules.feed_forward import GeluFeedForward, SwigluFeedForward, make_feed_forward
+
+WIDTH, HIDDEN = 11, 26
+
+
+def test_gelu_is_the_exact_one() -> None:
+    torch.manual_seed(0)
+    module = GeluFeedForward(WIDTH, hidden_size=HIDDEN).double()
+    x = torch.randn(2, 3, WIDTH, dtype=torch.float64)
+    hidden = x @ module.expand.weight.T
+    expected = hidden * 0.5 * (1 + torch.erf(hidden / 2**0.5)) @ module.projection.weight.T
+    torch.testing.assert_close(module(x), expected)
+
+
+def test_swiglu_gates_the_second_half_with_the_first() -> None:
+    torch.manual_seed(0)
+    module = SwigluFeedForward(WIDTH, hidden_size=HIDDEN).double()
+    x = torch.randn(2, 3, WIDTH, dtype=torch.float64)
+    gate, up = x @ module.expand.weight[:HIDDEN].T, x @ module.expand.weight[HIDDEN:].T
+    expected = gate * torch.sigmoid(gate) * up @ module.projection.weight.T
+    torch.testing.assert_close(module(x), expected)
+
+
+def test_both_weigh_the_same_by_default() -> None:
+    gelu, swiglu = (
+        sum(parameter.numel() for parameter in make_feed_forward(kind, 768).parameters()) for kind in ("gelu", "swiglu")
+    )
+    assert gelu == swiglu == 8 * 768 * 768
+
+
+@pytest.mark.parametrize("kind", ["gelu", "swiglu"])
+def test_residual_dropout_acts_in_training_alone(kind: str) -> None:
+    torch.manual_seed(0)
+    module = make_feed_forward(kind, WIDTH, dropout=0.5)
+    x = torch.randn(7, 13, WIDTH)
+    assert 0.4 < (module(x) == 0).double().mean().item() < 0.6
+    assert not (module.eval()(x) == 0).any()
+
+
+def test_an_unknown_network_is_answered_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="feed_forward must be one of gelu, swiglu, got 'relu'"):
+        make_feed_forward("relu", WIDTH)
+
+
+def test_a_hidden_size_of_zero_is_refused() -> None:
+    with pytest.raises(ValueError, match="hidden_size must be a positive integer, got 0"):
+        make_feed_forward("gelu", WIDTH, hidden_size=0)
