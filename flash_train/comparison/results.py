@@ -1,0 +1,199 @@
+"""What the runs measured, as rows: from the children's result.json to results.json and results.csv."""
+
+import csv
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from flash_train.comparison.plan import Run
+
+PHASES = ("forward", "backward", "optimizer", "validation")
+
+# What an implementation may turn into and still be itself, by device; every other name stands for itself alone.
+_SAME_METHOD = {
+    ("flash", "cuda"): ("hopper", "triton"),
+    ("flash", "cpu"): ("tiled",),
+    ("sdpa", "cuda"): ("sdpa", "sdpa_flash"),
+    ("sdpa", "cpu"): ("sdpa", "sdpa_flash"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One run. Memory in bytes, times in milliseconds, losses in nats; None where nothing was measured.
+
+    `status`: ok; oom (ran out of memory, `error` says where); invalid (it ran, but not as the implementation that
+    was asked for, `error` says why); failed (crashed, `error` says how).
+    """
+
+    arm: str
+    length: int
+    repeat: int
+    measured: bool
+    status: str
+    error: str | None
+    ran: str | None
+    device: str | None
+    peak_allocated_bytes: int | None
+    peak_reserved_bytes: int | None
+    forward_peak_allocated_bytes: int | None
+    backward_peak_allocated_bytes: int | None
+    optimizer_peak_allocated_bytes: int | None
+    validation_peak_allocated_bytes: int | None
+    alloc_retries: int | None
+    tokens_per_second: float | None
+    step_ms: float | None
+    mfu_percent: float | None
+    data_wait_percent: float | None
+    parameters: int | None
+    initial_weights_sha256: str | None
+    data: dict[str, Any] | None
+    seconds: float
+    loss_curve: tuple[tuple[int, float], ...]
+    folder: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.arm} at T={self.length}" + (f", repeat {self.repeat}" if self.repeat > 1 else "")
+
+
+def row_from_result(run: Run, result: dict[str, Any], *, seconds: float, folder: str) -> Row:
+    """The row of a run whose child left `result` (the schema of flash-train's result.json)."""
+    memory, speed = result.get("memory") or {}, result.get("speed") or {}
+    phases, attention = memory.get("phases") or {}, result.get("attention") or {}
+    status, error = result["status"], result.get("error")
+    if status == "interrupted":
+        status, error = "failed", error or "interrupted"
+    invalid = substitution(run.arm, memory.get("device"), attention) if status == "ok" else None
+    return Row(
+        arm=run.arm,
+        length=run.length,
+        repeat=run.repeat,
+        measured=run.measured,
+        status="invalid" if invalid else status,
+        error=invalid or error,
+        ran=attention.get("ran"),
+        device=memory.get("device"),
+        peak_allocated_bytes=memory.get("peak_allocated_bytes"),
+        peak_reserved_bytes=memory.get("peak_reserved_bytes"),
+        forward_peak_allocated_bytes=phases.get("forward"),
+        backward_peak_allocated_bytes=phases.get("backward"),
+        optimizer_peak_allocated_bytes=phases.get("optimizer"),
+        validation_peak_allocated_bytes=phases.get("validation"),
+        alloc_retries=memory.get("alloc_retries"),
+        tokens_per_second=speed.get("tokens_per_second"),
+        step_ms=speed.get("step_ms"),
+        mfu_percent=speed.get("mfu_percent"),
+        data_wait_percent=speed.get("data_wait_percent"),
+        parameters=result.get("parameters"),
+        initial_weights_sha256=result.get("initial_weights_sha256"),
+        data=result.get("data"),
+        seconds=seconds,
+        loss_curve=tuple((int(step), float(loss)) for step, loss in result.get("loss_curve") or ()),
+        folder=folder,
+    )
+
+
+def substitution(asked: str, device: str | None, attention: dict[str, Any]) -> str | None:
+    """Why a run is no measurement of `asked`: something else ran, or the compiler rewrote it; None if it is one."""
+    ran, fused = attention.get("ran"), attention.get("fused_by_compiler")
+    if ran is not None and ran not in _SAME_METHOD.get((asked, device), (asked,)):
+        reason = attention.get("reason")
+        return f"{asked} was asked for and {ran} ran" + (f": {reason}" if reason else "")
+    if fused:
+        return f"the compiler rewrote the attention into SDPA in {fused} places"
+    return None
+
+
+def unequal_starts(rows: Iterable[Row]) -> list[str]:
+    """One sentence for each length whose runs did not start from the same weights or read the same data."""
+    problems = []
+    by_length: dict[int, list[Row]] = {}
+    for row in rows:
+        by_length.setdefault(row.length, []).append(row)
+    for length, group in sorted(by_length.items()):
+        for what, attribute in (("initial weights", "initial_weights_sha256"), ("data", "data")):
+            known = [row for row in group if getattr(row, attribute) is not None]
+            other = next((row for row in known if getattr(row, attribute) != getattr(known[0], attribute)), None)
+            if other is not None:
+                problems.append(
+                    f"The comparison is invalid: at T={length}, {known[0].name} and {other.name} "
+                    f"did not have the same {what}."
+                )
+    return problems
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """All repeats of an implementation at a length: the largest peak, the median speed and the range around it."""
+
+    arm: str
+    length: int
+    status: str
+    error: str | None
+    peak_allocated_bytes: int | None
+    peak_reserved_bytes: int | None
+    tokens_per_second: float | None
+    slowest: float | None
+    fastest: float | None
+    step_ms: float | None
+    last_loss: float | None
+
+
+def cells(rows: Iterable[Row]) -> list[Cell]:
+    """One cell for each arm and length, in the order of the rows; one repeat that is not ok decides its status."""
+    groups: dict[tuple[int, str], list[Row]] = {}
+    for row in rows:
+        if row.measured:
+            groups.setdefault((row.length, row.arm), []).append(row)
+    return [_cell(group) for group in groups.values()]
+
+
+def _cell(group: Sequence[Row]) -> Cell:
+    worst = next((row for row in group if row.status != "ok"), group[0])
+    good = [row for row in group if row.status == "ok"] if worst.status == "ok" else []
+    speeds = [row.tokens_per_second for row in good if row.tokens_per_second is not None]
+    times = [row.step_ms for row in good if row.step_ms is not None]
+    return Cell(
+        arm=worst.arm,
+        length=worst.length,
+        status=worst.status,
+        error=worst.error,
+        peak_allocated_bytes=max((row.peak_allocated_bytes or 0 for row in good), default=0) or None,
+        peak_reserved_bytes=max((row.peak_reserved_bytes or 0 for row in good), default=0) or None,
+        tokens_per_second=median(speeds) if speeds else None,
+        slowest=min(speeds, default=None),
+        fastest=max(speeds, default=None),
+        step_ms=median(times) if times else None,
+        last_loss=good[0].loss_curve[-1][1] if good and good[0].loss_curve else None,
+    )
+
+
+def write_json(path: Path, document: dict[str, Any]) -> None:
+    """Write `document`; numbers that JSON cannot hold (NaN, infinities) become null."""
+    path.write_text(json.dumps(_plain(document), indent=2, allow_nan=False) + "\n")
+
+
+def write_csv(path: Path, rows: Iterable[Row]) -> None:
+    """Write one line per row; the loss curve and the data's provenance stay in results.json."""
+    names = [field.name for field in fields(Row) if field.name not in ("loss_curve", "data")] + ["last_loss"]
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, names, extrasaction="ignore", lineterminator="\n")
+        writer.writeheader()
+        for row in rows:
+            last_loss = row.loss_curve[-1][1] if row.loss_curve else None
+            writer.writerow({**asdict(row), "last_loss": last_loss})
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -1,0 +1,34 @@
+"""Numbers as people read them."""
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def human_bytes(number: float, *, digits: int = 3) -> str:
+    """`number` bytes in the largest unit of which there is at least one: 1.21 GiB, or 1 GiB with `digits=0`."""
+    size, unit = float(number), 0
+    while size >= 1024 and unit < len(_UNITS) - 1:
+        size, unit = size / 1024, unit + 1
+    decimals = max(0, digits - len(str(int(size)))) if unit else 0
+    return f"{size:.{decimals}f} {_UNITS[unit]}"
+
+
+def human_count(number: float) -> str:
+    """`number` with three digits and thousands as k, M or G: 124M."""
+    for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= limit:
+            return f"{number / limit:.3g}{suffix}"
+    return f"{number:.3g}"
+
+
+def human_seconds(seconds: float) -> str:
+    """`seconds` as 42 s, 3:05 or 1:02:09."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    hours, minutes = whole // 3600, whole % 3600 // 60
+    return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
+
+
+def human_ratio(ratio: float) -> str:
+    """A ratio with two digits: 3.1x, 24x."""
+    return f"{ratio:.1f}x" if ratio < 9.95 else f"{ratio:.0f}x"
