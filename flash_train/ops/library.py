@@ -39,7 +39,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, implem
         from flash_train.ops.kernels.forward import attention_forward  # Triton is imported when a kernel first runs
 
         return attention_forward(q, k, v, causal=causal, scale=scale)
-    return tiled_attention(q, k, v, causal=causal, scale=scale)
+    with torch.autocast(q.device.type, enabled=False):  # it would cast the tiles, which are float32 on purpose
+        return tiled_attention(q, k, v, causal=causal, scale=scale)
 
 
 def _backward(
@@ -60,7 +61,8 @@ def _backward(
         from flash_train.ops.kernels.backward import attention_backward as launch
 
         return launch(grad_output, grad_lse, q, k, v, output, lse, causal=causal, scale=scale)
-    return tiled_attention_backward(grad_output, grad_lse, q, k, v, output, lse, causal=causal, scale=scale)
+    with torch.autocast(q.device.type, enabled=False):
+        return tiled_attention_backward(grad_output, grad_lse, q, k, v, output, lse, causal=causal, scale=scale)
 
 
 for _device in ("CPU", "CUDA"):
