@@ -1,0 +1,8 @@
+"""Text as batches of tokens: what to train on, in which order, and where a run stands in it."""
+
+from flash_train.training.data.module import TokenData
+from flash_train.training.data.python_docs import PythonDocs
+from flash_train.training.data.text_files import TextFiles
+from flash_train.training.data.tokenizers import ByteTokenizer, CharacterTokenizer, tokenizer_from_state
+
+__all__ = ["ByteTokenizer", "CharacterTokenizer", "PythonDocs", "TextFiles", "TokenData", "tokenizer_from_state"]

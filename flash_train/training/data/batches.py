@@ -1,0 +1,116 @@
+"""Batches of rows, assembled whole, and the iterables that hand them to a trainer.
+
+The iterables are not DataLoaders themselves: Lightning gives a DataLoader another sampler when there are several
+ranks, and a warning when it has no workers, and both would be wrong here.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import count
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from flash_train.training.data.order import WindowOrder
+from flash_train.training.data.store import Tokens
+
+IGNORED = -100
+
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Share:
+    """This rank's part of every global batch: rows rank, rank + ranks, ... of its batch_size * ranks rows."""
+
+    batch_size: int
+    ranks: int = 1
+    rank: int = 0
+
+    @property
+    def global_rows(self) -> int:
+        return self.batch_size * self.ranks
+
+    def rows(self, first: int) -> np.ndarray:
+        """Row numbers [B] in the global batch that begins with row `first`."""
+        return first + self.rank + self.ranks * np.arange(self.batch_size)
+
+
+class TrainingRows(Dataset[Batch]):
+    """Global batches by their first row, each with inputs and targets, int64 [B, T]."""
+
+    def __init__(self, tokens: Tokens, order: WindowOrder, share: Share) -> None:
+        self.tokens = tokens
+        self.order = order
+        self.share = share
+
+    def __getitem__(self, first: int) -> Batch:
+        starts = self.order.starts(self.share.rows(first))
+        windows = self.tokens.array[starts[:, None] + np.arange(self.order.sequence_length + 1)]
+        return _batch(windows[:, :-1], windows[:, 1:])
+
+
+class ValidationRows(Dataset[Batch]):
+    """The whole split in consecutive windows, each token but the first being a target exactly once.
+
+    Every batch on every rank is [B, T]: what a last window or a last batch lacks has the target -100 (IGNORED), and
+    a batch may consist of it altogether.
+    """
+
+    def __init__(self, tokens: Tokens, *, sequence_length: int, share: Share) -> None:
+        self.tokens = tokens
+        self.sequence_length = sequence_length
+        self.share = share
+
+    def __len__(self) -> int:
+        windows = -(-(len(self.tokens) - 1) // self.sequence_length)
+        return -(-windows // self.share.global_rows)
+
+    def __getitem__(self, index: int) -> Batch:
+        starts = self.share.rows(index * self.share.global_rows) * self.sequence_length
+        positions = starts[:, None] + np.arange(self.sequence_length + 1)
+        last = len(self.tokens) - 1
+        windows = self.tokens.array[np.minimum(positions, last)].astype(np.int64)
+        return _batch(windows[:, :-1], np.where(positions[:, 1:] <= last, windows[:, 1:], IGNORED))
+
+
+def _batch(inputs: np.ndarray, targets: np.ndarray) -> Batch:
+    return {"inputs": _copy(inputs), "targets": _copy(targets)}
+
+
+def _copy(tokens: np.ndarray) -> Tensor:
+    # Contiguous, for targets that are a shifted view of one tensor could not be flattened.
+    return torch.from_numpy(tokens.astype(np.int64, order="C"))
+
+
+@dataclass(frozen=True)
+class TrainingBatches:
+    """Batches without end, from the row that `position()` tells when an iteration begins."""
+
+    rows: TrainingRows
+    position: Callable[[], int]
+    workers: int
+    pin_memory: bool
+
+    def __iter__(self) -> Iterator[Batch]:
+        # The rows are counted here and not in a worker, which would not see how far the trainer has come.
+        firsts = count(self.position(), self.rows.share.global_rows)
+        yield from DataLoader(
+            self.rows, batch_size=None, sampler=firsts, num_workers=self.workers, pin_memory=self.pin_memory
+        )
+
+
+@dataclass(frozen=True)
+class ValidationBatches:
+    """The validation split once; without workers, which would be started anew for each validation."""
+
+    rows: ValidationRows
+    pin_memory: bool
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[Batch]:
+        yield from DataLoader(self.rows, batch_size=None, shuffle=False, pin_memory=self.pin_memory)

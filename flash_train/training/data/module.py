@@ -1,0 +1,204 @@
+"""TokenData: prepared text as a LightningDataModule whose place in the training order is saved and restored."""
+
+import hashlib
+import os
+from typing import Any
+
+import numpy as np
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.trainer.states import TrainerFn
+
+from flash_train.training.data.batches import Share, TrainingBatches, TrainingRows, ValidationBatches, ValidationRows
+from flash_train.training.data.documents import Document
+from flash_train.training.data.order import WindowOrder
+from flash_train.training.data.store import PreparedText, cache_folder, prepare
+from flash_train.training.data.tokenizers import Tokenizer
+
+# Rows whose hash tells two runs with the same data order from others, whatever their batch size.
+HASHED_ROWS = 64
+
+
+class TokenData(LightningDataModule):
+    """Batches {"inputs", "targets"} of int64 [B, T] tokens; targets are the inputs shifted by one, -100 is ignored.
+
+    A subclass says which documents there are (`documents`) and what is known of them (`source`). `batch_size` counts
+    rows per device and micro-batch. The rows are a function of (text, sequence_length, seed) and their number alone:
+    batch size, accumulation, ranks and workers only divide them. Training goes on without end, so that a trainer
+    needs `max_steps`. Raises ValueError in `setup` if a split is shorter than one window.
+    """
+
+    tokenizer_kind = "bytes"
+
+    def __init__(
+        self,
+        *,
+        sequence_length: int,
+        batch_size: int,
+        seed: int = 0,
+        workers: int = 0,
+        cache_dir: str | os.PathLike[str] | None = None,
+    ) -> None:
+        super().__init__()
+        for name, value, least in (
+            ("sequence_length", sequence_length, 1),
+            ("batch_size", batch_size, 1),
+            ("workers", workers, 0),
+        ):
+            if value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}; set data.{name}={least} or more")
+        self.sequence_length = sequence_length
+        self.batch_size = batch_size
+        self.seed = seed
+        self.workers = workers
+        self.cache_dir = cache_dir
+        self._text: PreparedText | None = None
+        self._provenance: dict[str, Any] = {}
+        # Training stood at `_anchor_row` when the trainer had processed `_anchor_batches`.
+        self._anchor_row = 0
+        self._anchor_batches = 0
+        self._loaded_row: int | None = None
+
+    def documents(self) -> tuple[list[Document], list[Document]]:
+        """Training and validation documents; without any of the latter, the last tenth of the text validates."""
+        raise NotImplementedError
+
+    def source(self) -> dict[str, Any]:
+        """What a result should say of where the text came from, in plain values."""
+        raise NotImplementedError
+
+    def prepare_data(self) -> None:
+        self.setup()
+
+    def setup(self, stage: str | None = None) -> None:
+        # The command needs the vocabulary before it has a trainer, which calls this again.
+        if self._text is not None:
+            return
+        train, validation = self.documents()
+        folder = cache_folder(self.cache_dir)
+        text = prepare(train, validation, tokenizer=self.tokenizer_kind, folder=folder)
+        least = self.sequence_length + 1
+        for name, tokens in (("training", text.train), ("validation", text.validation)):
+            if len(tokens) < least:
+                raise ValueError(
+                    f"the {name} text must hold at least sequence_length + 1 = {least} tokens, it holds {len(tokens)}; "
+                    f"give more text, or set data.sequence_length={max(1, len(tokens) - 1)} or less"
+                )
+        self._text = text
+        sources = {document.name: document.sha256 for document in (*train, *validation)}
+        self._provenance = self._describe(sources, [document.name for document in validation])
+
+    @property
+    def text(self) -> PreparedText:
+        """The prepared splits; there after `setup`."""
+        if self._text is None:
+            raise RuntimeError("the data must be prepared before it is used; call prepare_data() and setup()")
+        return self._text
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.text.tokenizer
+
+    @property
+    def vocabulary_size(self) -> int:
+        return self.text.tokenizer.vocabulary_size
+
+    @property
+    def bytes_per_token(self) -> float:
+        """UTF-8 bytes per token of the validation split, for bits per byte."""
+        return self.text.validation_bytes / len(self.text.validation)
+
+    @property
+    def provenance(self) -> dict[str, Any]:
+        """Where the text came from, what became of it, and a hash of the first rows, in plain values."""
+        assert self.text
+        return self._provenance
+
+    def train_dataloader(self) -> TrainingBatches:
+        """Batches without end from where the trainer stands, also when it asks for an iterator again."""
+        consumed = self._consumed_batches()
+        # A trainer that has done nothing and loaded nothing begins, whatever another one did with this object.
+        row = 0 if self._loaded_row is None and consumed == 0 else self._row()
+        self._anchor_row, self._anchor_batches, self._loaded_row = row, consumed, None
+        rows = TrainingRows(self.text.train, self._order(), self._share())
+        return TrainingBatches(rows, self._next_row, self.workers, self._pin_memory())
+
+    def val_dataloader(self) -> ValidationBatches:
+        """The whole validation split, divided over the ranks, in batches of one shape."""
+        rows = ValidationRows(self.text.validation, sequence_length=self.sequence_length, share=self._share())
+        return ValidationBatches(rows, self._pin_memory())
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place in the training order, what defines that order, and the tokenizer, in plain values."""
+        return {"row": self._row(), "order": self._order_key(), "tokenizer": self.tokenizer.state()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on at the saved row; raises ValueError where the tokens or the order are not those of the checkpoint."""
+        if state_dict["tokenizer"] != self.tokenizer.state():
+            raise ValueError(
+                f"the data must have the checkpoint's vocabulary, tokenizer {state_dict['tokenizer']['kind']!r}, and "
+                f"this has another ({self.tokenizer_kind!r}); name the text and tokenizer it was trained with"
+            )
+        if self.trainer is not None and self.trainer.state.fn != TrainerFn.FITTING:
+            return
+        for name, now in self._order_key().items():
+            saved = state_dict["order"][name]
+            if saved != now:
+                raise ValueError(
+                    f"a run must resume with the data order of its checkpoint, where {name} is {saved}, and now it is "
+                    f"{now}; use the checkpoint's text and data.{name}, or start a new run"
+                )
+        self._loaded_row = state_dict["row"]
+
+    def _order_key(self) -> dict[str, Any]:
+        return {"text": self.text.key, "sequence_length": self.sequence_length, "seed": self.seed}
+
+    def _order(self) -> WindowOrder:
+        return WindowOrder(len(self.text.train), sequence_length=self.sequence_length, seed=self.seed)
+
+    def _share(self) -> Share:
+        # Under tensor parallelism only the strategy knows which ranks share their data.
+        kwargs = self.trainer.distributed_sampler_kwargs if self.trainer is not None else None
+        if kwargs is None:
+            return Share(self.batch_size)
+        return Share(self.batch_size, ranks=kwargs["num_replicas"], rank=kwargs["rank"])
+
+    def _pin_memory(self) -> bool:
+        return self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
+
+    def _consumed_batches(self) -> int:
+        """Micro-batches that the trainer has trained on; what it or a worker fetched ahead does not count."""
+        if self.trainer is None:
+            return 0
+        return self.trainer.fit_loop.epoch_loop.batch_progress.total.processed  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _row(self) -> int:
+        if self._loaded_row is not None:
+            return self._loaded_row
+        return self._anchor_row + (self._consumed_batches() - self._anchor_batches) * self._share().global_rows
+
+    def _next_row(self) -> int:
+        # Trainer(overfit_batches=n) asks for an iterator every n batches and means the same ones.
+        overfits = getattr(self.trainer, "overfit_batches", 0) > 0
+        return self._anchor_row if overfits else self._row()
+
+    def _describe(self, sources: dict[str, str], validation: list[str]) -> dict[str, Any]:
+        text = self.text
+        return {
+            **self.source(),
+            "sources_sha256": sources,
+            "validation_sources": validation or "the last tenth",
+            "prepared_as": text.key,
+            "tokenizer": self.tokenizer_kind,
+            "vocabulary_size": self.vocabulary_size,
+            "train_tokens": len(text.train),
+            "validation_tokens": len(text.validation),
+            "validation_bytes_per_token": self.bytes_per_token,
+            "sequence_length": self.sequence_length,
+            "seed": self.seed,
+            "first_batches_sha256": self._first_rows_sha256(),
+        }
+
+    def _first_rows_sha256(self) -> str:
+        starts = self._order().starts(np.arange(HASHED_ROWS))
+        windows = self.text.train.array[starts[:, None] + np.arange(self.sequence_length + 1)]
+        return hashlib.sha256(windows.astype("<i8").tobytes()).hexdigest()
