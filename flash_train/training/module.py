@@ -1,0 +1,174 @@
+"""The LightningModule of a language model: loss, optimizer step, and what is logged about both."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from flash_train.training.plain import require_plain
+from flash_train.training.steps import is_log_step
+
+__all__ = ["LanguageModel"]
+
+Batch = Mapping[str, Tensor]
+
+
+class LanguageModel(LightningModule):
+    """Next-token training of any module that maps tokens [B, T] (int64) to logits [B, T, V].
+
+    A batch is {"inputs": [B, T] int64, "targets": [B, T] int64}; a target of -100 is left out. The loss is the mean
+    cross-entropy in nats per token, reduced in fp32 at every precision.
+
+    Logged, once per optimizer step and on log steps only: `train/loss` (mean of the step's micro-batches and of the
+    ranks), `train/gradient_norm` (before clipping), `train/learning_rate`, `train/tokens` (since the beginning, all
+    ranks); after each validation `validation/loss` (mean over all its tokens) and `validation/bits_per_byte`.
+    For observers, on the device and without a synchronisation: `step_loss` and `gradient_norm`, fp32 scalars of the
+    last optimizer step (`gradient_norm` of the last log step when nothing is clipped).
+
+    Args:
+        optimizer: makes the optimizer from the module, for instance a partial of `optimizer.adamw`.
+        schedule: makes a scheduler, stepped once per optimizer step, from that optimizer.
+        gradient_clip: largest gradient norm, None to leave gradients alone. Not the Trainer's argument of that name,
+            which refuses a fused AdamW under mixed precision.
+        compile: compile `model` (and nothing of Lightning's), in torch's mode `compile_mode`.
+        bytes_per_token: of the validation split; without it no bits per byte are logged.
+        flops_per_token: published for whoever works out utilisation.
+        run_config: plain values, written into checkpoints under that name.
+
+    Raises:
+        ValueError: `gradient_clip` is not positive, or `run_config` holds something else than plain values.
+    """
+
+    step_loss: Tensor | None = None
+    gradient_norm: Tensor | None = None
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        optimizer: Callable[[nn.Module], Optimizer],
+        schedule: Callable[[Optimizer], LRScheduler] | None = None,
+        gradient_clip: float | None = 1.0,
+        compile: bool = False,
+        compile_mode: str = "default",
+        bytes_per_token: float | None = None,
+        flops_per_token: int | None = None,
+        run_config: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        if gradient_clip is not None and not gradient_clip > 0:
+            raise ValueError(f"gradient_clip is a positive norm or None for no clipping, not {gradient_clip}.")
+        require_plain(run_config, "run_config")
+        self.model = model
+        self.bytes_per_token = bytes_per_token
+        self.flops_per_token = flops_per_token
+        self.gradient_clip = gradient_clip
+        self.run_config = run_config
+        self.tokens_seen = 0
+        self._make_optimizer = optimizer
+        self._make_schedule = schedule
+        self._losses: list[Tensor] = []  # of the micro-batches since the last optimizer step
+        if compile:
+            # In place: wrapping the module in torch.compile would put `_orig_mod.` into every name of the checkpoint.
+            model.compile(mode=compile_mode)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits [B, T, V] of tokens [B, T] int64."""
+        return self.model(tokens)
+
+    def on_train_start(self) -> None:
+        self._losses = []
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss = self._cross_entropy(batch, "mean")
+        self._losses.append(loss.detach())
+        self.tokens_seen += batch["inputs"].numel() * self.trainer.world_size
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self._make_optimizer(self.model)
+        if self._make_schedule is None:
+            return optimizer
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": self._make_schedule(optimizer), "interval": "step"},
+        }
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: int | float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Runs once per optimizer step, between the last backward and the update: the place where a step is known."""
+        if gradient_clip_val is not None:
+            raise ValueError(
+                f"Trainer(gradient_clip_val={gradient_clip_val}) refuses a fused AdamW under mixed precision: "
+                "give LanguageModel(gradient_clip=...) instead."
+            )
+        log = is_log_step(self.trainer, self.trainer.global_step + 1)
+        self._finish_accumulation()
+        self._clip(optimizer, measure=log)
+        if log:
+            self._log_step(optimizer)
+
+    def on_validation_epoch_start(self) -> None:
+        # float64: a sum of millions of token losses.
+        self._validation = torch.zeros(2, dtype=torch.float64, device=self.device)
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        tokens = (batch["targets"] != -100).sum()
+        self._validation += torch.stack([self._cross_entropy(batch, "sum").double(), tokens.double()])
+
+    def on_validation_epoch_end(self) -> None:
+        loss_sum, tokens = cast(Tensor, self.trainer.strategy.reduce(self._validation, reduce_op="sum"))
+        loss = loss_sum / tokens
+        self.log("validation/loss", loss)
+        if self.bytes_per_token is not None:
+            self.log("validation/bits_per_byte", loss / math.log(2.0) / self.bytes_per_token)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["run_config"] = self.run_config
+        checkpoint["tokens_seen"] = self.tokens_seen
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.tokens_seen = checkpoint["tokens_seen"]
+
+    def _cross_entropy(self, batch: Batch, reduction: str) -> Tensor:
+        logits = self(batch["inputs"])
+        # What autocast does by itself; a model whose weights are bf16 would reduce over V in bf16.
+        return functional.cross_entropy(logits.flatten(0, 1).float(), batch["targets"].flatten(), reduction=reduction)
+
+    def _finish_accumulation(self) -> None:
+        self.step_loss = torch.stack(self._losses).mean()
+        count, expected = len(self._losses), self.trainer.accumulate_grad_batches
+        self._losses = []
+        if count != expected:
+            # The last group of an epoch may be short, and Lightning divided its losses by the full count.
+            for parameter in self.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(expected / count)
+
+    def _clip(self, optimizer: Optimizer, *, measure: bool) -> None:
+        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
+        if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
+            # Lightning leaves fp16 gradients scaled for a fused optimizer, whose own step would unscale them too late.
+            scaler.unscale_(optimizer)
+        if self.gradient_clip is not None:
+            self.gradient_norm = nn.utils.clip_grad_norm_(self.parameters(), self.gradient_clip)
+        elif measure:
+            self.gradient_norm = nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None])
+
+    def _log_step(self, optimizer: Optimizer) -> None:
+        assert self.step_loss is not None and self.gradient_norm is not None
+        self.log("train/loss", self.step_loss, sync_dist=True)
+        self.log("train/gradient_norm", self.gradient_norm)
+        # fp32, which a plain number becomes, counts exactly up to 16 million only.
+        self.log("train/tokens", torch.tensor(self.tokens_seen, dtype=torch.float64))
+        self.log("train/learning_rate", float(optimizer.param_groups[0]["lr"]))

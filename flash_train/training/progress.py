@@ -1,0 +1,107 @@
+"""What is shown while a run goes on, and at its end."""
+
+import math
+import time
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import RichProgressBar
+from rich import get_console
+from rich.table import Table
+
+from flash_train.training.steps import is_log_step
+
+__all__ = ["ProgressBar", "Summary"]
+
+SHOWN = {  # name of a metric: label and format
+    "train/loss": ("loss", "{:.4f}"),
+    "validation/loss": ("validation loss", "{:.4f}"),
+    "validation/bits_per_byte": ("validation bits per byte", "{:.4f}"),
+    "speed/tokens_per_second": ("tokens/s", "{:,.0f}"),
+    "memory/peak_allocated_gib": ("peak memory", "{:.3f} GiB"),
+}
+LIVE = ("train/loss", "speed/tokens_per_second", "memory/peak_allocated_gib")
+
+
+class ProgressBar(RichProgressBar):
+    """Optimizer steps done and to do, with the loss, tokens per second and peak memory that were logged last.
+
+    The numbers change on log steps only: reading them waits for the device. Where there is no terminal, each log step
+    prints one line instead.
+    """
+
+    def __init__(self, *, refresh_rate: int = 10) -> None:
+        super().__init__(refresh_rate=refresh_rate)
+        self._step = 0
+
+    @property
+    def total_train_batches(self) -> int | float:
+        """Optimizer steps of the whole run, infinite where nothing bounds them."""
+        trainer = self.trainer
+        steps = trainer.max_steps if trainer.max_steps > 0 else math.inf
+        epochs = trainer.max_epochs if trainer.max_epochs is not None and trainer.max_epochs > 0 else math.inf
+        if math.isinf(epochs) or math.isinf(trainer.num_training_batches):
+            return steps
+        return min(steps, epochs * math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches))
+
+    def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
+        """Label and text of each live number that was logged."""
+        return _texts(trainer, LIVE)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        self._step = trainer.global_step
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self.is_disabled or trainer.global_step == self._step:
+            return
+        self._step = trainer.global_step
+        if self.train_progress_bar_id is None:
+            self._initialize_train_progress_bar_id()  # a run resumed inside an epoch does not begin one
+        if is_log_step(trainer, self._step):
+            self._update_metrics(trainer, pl_module)
+            self._print_line(trainer)
+        self._update(self.train_progress_bar_id, self._step)
+
+    def _get_train_description(self, current_epoch: int) -> str:
+        return "Training"
+
+    def _print_line(self, trainer: Trainer) -> None:
+        console = get_console()
+        if not console.is_terminal:
+            texts = [f"{label} {text}" for label, text in _texts(trainer, LIVE).items()]
+            console.print(f"step {self._step}/{self.total_train_batches}", *texts, sep="  ", highlight=False)
+
+
+class Summary(Callback):
+    """Prints a short table when training has ended: how long, how far, and what was last logged of SHOWN."""
+
+    def __init__(self) -> None:
+        self._began = 0.0
+        self._first_step = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._began = time.perf_counter()
+        self._first_step = trainer.global_step
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit" and trainer.is_global_zero and trainer.global_step > self._first_step:
+            get_console().print(self._table(trainer))
+
+    def _table(self, trainer: Trainer) -> Table:
+        table = Table(title="Summary", show_header=False)
+        steps = f"{trainer.global_step:,}"
+        if self._first_step:
+            steps += f" (resumed after {self._first_step:,})"
+        table.add_row("optimizer steps", steps)
+        table.add_row("time", f"{time.perf_counter() - self._began:.1f} s")
+        for label, text in _texts(trainer, SHOWN).items():
+            table.add_row(label, text)
+        return table
+
+
+def _texts(trainer: Trainer, names: tuple[str, ...] | dict[str, Any]) -> dict[str, str]:
+    metrics = trainer.callback_metrics
+    return {SHOWN[name][0]: SHOWN[name][1].format(float(metrics[name])) for name in names if name in metrics}

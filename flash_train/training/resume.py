@@ -1,0 +1,94 @@
+"""Finding the checkpoint that `resume_from` means, and reading from it what a command must know before it builds a run.
+
+A command resumes in three lines:
+    path = find_checkpoint(resume_from)
+    header = read_header(path)      # then WandbLogger(id=header.wandb_run_id, ...): the same run goes on
+    trainer.fit(module, datamodule, ckpt_path=path, weights_only=True)
+"""
+
+import pickle
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["CheckpointHeader", "checkpoint_files", "find_checkpoint", "read_header"]
+
+
+@dataclass(frozen=True)
+class CheckpointHeader:
+    """What a checkpoint says about its run: optimizer steps and tokens done, the configuration, the wandb run's id."""
+
+    step: int
+    tokens_seen: int
+    run_config: dict[str, Any] | None
+    wandb_run_id: str | None
+
+
+def find_checkpoint(path: str | Path) -> Path:
+    """The checkpoint that `path` means: itself, or the one written last in a run's folder or its `checkpoints/`.
+
+    Its checksums are verified, which reads the file once.
+
+    Raises:
+        ValueError: there is none, or it is damaged; then the text offers the newest sound one written before it.
+    """
+    path = Path(path)
+    if path.is_dir():
+        files = checkpoint_files(path / "checkpoints") or checkpoint_files(path)
+        if not files:
+            raise ValueError(
+                f"No checkpoint in {path}: a run writes one after callbacks.checkpoint.every_n_train_steps steps. "
+                "Give the folder of a run that got that far, or a .ckpt file."
+            )
+        path = files[0]
+    elif not path.is_file():
+        raise ValueError(f"{path} does not exist: give the folder of a run, or one of the .ckpt files in it.")
+    damage = _damage(path)
+    if damage is None:
+        return path
+    earlier = [file for file in checkpoint_files(path.parent) if _age(file) < _age(path)]
+    sound = next((file for file in earlier if _damage(file) is None), None)
+    offer = f"Resume from the one before it: {sound}" if sound else "There is no sound one before it: start again."
+    raise ValueError(f"The checkpoint {path} is damaged ({damage}). {offer}")
+
+
+def read_header(path: str | Path) -> CheckpointHeader:
+    """What the checkpoint at `path` says about its run; the tensors stay on the disk.
+
+    Raises:
+        ValueError: the file is not a training checkpoint.
+    """
+    checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    if not isinstance(checkpoint, dict) or "optimizer_states" not in checkpoint:
+        raise ValueError(f"{path} is not a training checkpoint: it holds no optimizer state.")
+    return CheckpointHeader(
+        step=checkpoint["global_step"],
+        tokens_seen=checkpoint.get("tokens_seen", 0),
+        run_config=checkpoint.get("run_config"),
+        wandb_run_id=checkpoint.get("wandb_run_id"),
+    )
+
+
+def checkpoint_files(folder: Path) -> list[Path]:
+    """The .ckpt files of `folder`, the one written last first, whatever step it is of: a run may have gone back."""
+    return sorted(folder.glob("*.ckpt"), key=_age, reverse=True)
+
+
+def _age(file: Path) -> tuple[int, str]:
+    return file.stat().st_mtime_ns, file.name
+
+
+def _damage(path: Path) -> str | None:
+    """In a few words what is wrong with the file, None if nothing is."""
+    try:
+        with zipfile.ZipFile(path) as archive:  # torch.load would not notice a changed byte of a tensor
+            broken = archive.testzip()
+        if broken is not None:
+            return f"the checksum of {broken} does not match"
+        read_header(path)
+    except (OSError, EOFError, RuntimeError, ValueError, KeyError, zipfile.BadZipFile, pickle.UnpicklingError) as error:
+        return str(error).splitlines()[0]
+    return None
