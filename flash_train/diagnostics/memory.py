@@ -1,0 +1,229 @@
+"""MemoryMonitor: peak memory per window and per phase, in any LightningModule."""
+
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from flash_train.diagnostics.ledger import ledger_of
+from flash_train.diagnostics.meters import AllocatorMeter, Meter, ProfilerMeter
+from flash_train.diagnostics.monitor import Monitor, highest, never_raises, step_is_complete, step_of
+
+logger = logging.getLogger(__name__)
+
+GIB = 2**30
+PHASES = ("forward", "backward", "optimizer", "validation")
+
+
+class MemoryMonitor(Monitor):
+    """Logs peak memory at Lightning's log steps, in GiB, each the highest of all ranks:
+
+    `memory/peak_allocated_gib` and `memory/peak_reserved_gib` since the last log step, whatever ran in it;
+    `memory/{forward,backward,optimizer,validation}/peak_allocated_gib` of each phase in it;
+    `memory/alloc_retries` since training began (each emptied the allocator's cache, and was slow).
+
+    On an accelerator the peaks are the allocator's, of every step, without synchronisation. On a CPU they are the live
+    tensor bytes of one step and of one validation batch (see `cpu_peak`), logged from then on; `result()["source"]` is
+    then "profiler". That step and the one before it are slower, and `disturbs_timing` says so.
+
+    A phase lasts until the next begins. Lightning clears the last step's gradients after the forward pass, so they
+    count in `forward`; clipping and the update are `optimizer`; with gradient accumulation a phase's peak is the
+    highest over the micro-batches. Under manual optimization all of a batch is one phase, `step`. The sanity check
+    before training is not measured.
+
+    Args:
+        probe_step: the step measured on a CPU, counted from 0 as this run begins; a shorter run measures its last. By
+            default the first that has both gradients and optimizer state from the step before.
+        phases_every_n_steps: on an accelerator, measure phases in every n-th step. The counters cost some 0.2 ms of
+            the host's time per micro-batch, which a step of a few milliseconds may feel; the peak of the window needs
+            none of them.
+    """
+
+    numbers = ("allocated", "reserved", *PHASES, "step", "retries")
+
+    def __init__(self, *, probe_step: int = 2, phases_every_n_steps: int = 1) -> None:
+        super().__init__()
+        if probe_step < 0:
+            raise ValueError(f"probe_step counts steps from 0, got {probe_step}: leave it out for the third step.")
+        if phases_every_n_steps < 1:
+            raise ValueError(f"phases_every_n_steps must be at least 1, got {phases_every_n_steps}: 1 is every step.")
+        self._probe_step = probe_step
+        self._phases_every = phases_every_n_steps
+        self._device = torch.device("cpu")
+        self._start_over()
+
+    def _start_over(self) -> None:
+        self._failed = False
+        self._reported = -1
+        self._meter: Meter | None = None
+        self._in_step = False
+        self._outside_resets = 0
+        self._highest: dict[str, int] = {}
+
+    def result(self) -> dict[str, Any]:
+        """The whole run so far, in bytes, the highest of all ranks; None for what was not measured."""
+        phases = {name: self._highest.get(name) for name in PHASES}
+        if "step" in self._highest:
+            phases["step"] = self._highest["step"]
+        return {
+            "device": self._device.type,
+            "source": "profiler" if self._device.type == "cpu" else "allocator",
+            "peak_allocated_bytes": self._highest.get("allocated"),
+            "peak_reserved_bytes": self._highest.get("reserved"),
+            "phases": phases,
+            "alloc_retries": self._highest.get("retries", 0),
+            "outside_resets": self._outside_resets,
+        }
+
+    def disturbs_timing(self, step: int) -> bool:
+        """Whether `step`, numbered as Lightning logs it, runs under the profiler."""
+        return isinstance(self._meter, ProfilerMeter) and step in self._meter.steps
+
+    # Beginning and end
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._start_over()
+
+    @never_raises
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._device = trainer.strategy.root_device
+        if self._device.type == "cpu":
+            first = step_of(trainer)
+            left = _steps_left(trainer)
+            measured = self._probe_step if left is None else max(min(self._probe_step, left - 1), 0)
+            self._meter = ProfilerMeter(first + measured, first_step=first)
+        elif (ledger := ledger_of(self._device)) is not None:
+            self._meter = AllocatorMeter(ledger, self._device)
+        else:
+            logger.warning("torch keeps no peak memory on %r devices: none is measured.", self._device.type)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._report_rest(trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        # Above all out of memory: the peak that led to it. Other ranks may be gone, so it is this rank's alone.
+        numbers = self._guarded_collect(trainer, final=True) or {}
+        self._guarded_combine({name: [float(value)] for name, value in numbers.items()})
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._close()
+        self._meter = None
+
+    @never_raises
+    def _close(self) -> None:
+        if self._meter is not None:
+            self._meter.close()
+
+    # Phases
+
+    @never_raises
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._meter is None:
+            return
+        if not self._in_step:
+            self._in_step = True
+            self._meter.step_begins(step_of(trainer), lambda: _held(trainer, pl_module, batch))
+        self._enter(trainer, "forward" if pl_module.automatic_optimization else "step")
+
+    @never_raises
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        if pl_module.automatic_optimization:
+            self._enter(trainer, "backward")
+
+    @never_raises
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        if pl_module.automatic_optimization:
+            self._enter(trainer, "optimizer")
+
+    def _enter(self, trainer: Trainer, phase: str) -> None:
+        if self._meter is not None and (self._device.type == "cpu" or step_of(trainer) % self._phases_every == 0):
+            self._meter.enter(phase)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._batch_ends(trainer)
+        self._report(trainer, pl_module)
+
+    @never_raises
+    def _batch_ends(self, trainer: Trainer) -> None:
+        if self._meter is None:
+            return
+        self._meter.leave()
+        if step_is_complete(trainer):
+            self._in_step = False
+            self._meter.step_ends(step_of(trainer))
+
+    @never_raises
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        if self._meter is not None:
+            self._meter.validation_batch_begins(lambda: _held(trainer, pl_module, batch))
+
+    @never_raises
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        if self._meter is not None:
+            self._meter.validation_batch_ends()
+
+    @never_raises
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._meter is not None:
+            self._meter.validation_ends()
+
+    # Numbers
+
+    def _collect(self, trainer: Trainer, *, final: bool) -> Mapping[str, float]:
+        if self._meter is None:
+            return {}
+        if isinstance(self._meter, AllocatorMeter):
+            self._outside_resets = self._meter.outside_resets
+        return self._meter.collect()
+
+    def _combine(self, numbers: Mapping[str, list[float]]) -> dict[str, float]:
+        window = {name: int(value) for name in numbers if (value := highest(numbers[name])) is not None}
+        for name, value in window.items():
+            self._highest[name] = max(self._highest.get(name, 0), value)
+        metrics = {
+            f"memory/peak_{name}_gib": window[name] / GIB for name in ("allocated", "reserved") if name in window
+        }
+        for phase in (*PHASES, "step"):
+            if phase in window:
+                metrics[f"memory/{phase}/peak_allocated_gib"] = window[phase] / GIB
+        if "retries" in window:
+            metrics["memory/alloc_retries"] = float(window["retries"])
+        return metrics
+
+
+def _held(trainer: Trainer, pl_module: LightningModule, batch: Any) -> list[Any]:
+    """Whose tensors are alive during a step: the module, the optimizers, the batch, and callbacks that keep a copy."""
+    kept: list[Any] = [pl_module, *trainer.optimizers, batch]
+    for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
+        assert isinstance(callback, Callback)
+        kept.extend(value for value in vars(callback).values() if isinstance(value, (nn.Module, Tensor)))
+    return kept
+
+
+def _steps_left(trainer: Trainer) -> int | None:
+    """Optimizer steps until training ends, as far as the limits of steps and epochs tell; None without a limit."""
+    limits: list[int] = []
+    if trainer.max_steps >= 0:
+        limits.append(trainer.max_steps - trainer.global_step)
+    batches = trainer.num_training_batches  # infinite where the data has no length
+    if trainer.max_epochs is not None and trainer.max_epochs >= 0 and batches != float("inf"):
+        per_epoch = math.ceil(batches / trainer.accumulate_grad_batches)
+        limits.append((trainer.max_epochs - trainer.current_epoch) * per_epoch)
+    return min(limits, default=None)

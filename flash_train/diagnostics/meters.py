@@ -1,0 +1,188 @@
+"""Two ways to measure peaks by phase: an accelerator's allocator keeps a mark, a CPU's does not."""
+
+import gc
+import logging
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from flash_train.diagnostics.cpu_peak import PeakProbe
+from flash_train.diagnostics.ledger import PeakLedger, Scope
+
+logger = logging.getLogger(__name__)
+
+
+class Meter(Protocol):
+    """Follows the phases of training. Steps are numbered as Lightning logs them."""
+
+    source: str
+
+    def enter(self, phase: str) -> None:
+        """A phase begins, and the one before it ends."""
+        ...
+
+    def leave(self) -> None:
+        """No phase from here on."""
+        ...
+
+    def step_begins(self, step: int, held: Callable[[], list[Any]]) -> None:
+        """Before the first batch of a step; `held` gives the objects whose tensors are alive."""
+        ...
+
+    def step_ends(self, step: int) -> None:
+        """After the last batch of a step."""
+        ...
+
+    def validation_batch_begins(self, held: Callable[[], list[Any]]) -> None:
+        """Before each validation batch."""
+        ...
+
+    def validation_batch_ends(self) -> None:
+        """After each validation batch."""
+        ...
+
+    def validation_ends(self) -> None:
+        """After the last validation batch and what follows it."""
+        ...
+
+    def collect(self) -> dict[str, int]:
+        """Bytes since the last call (profiler: so far): `allocated`, `reserved`, phases by name; `retries` in all."""
+        ...
+
+    def close(self) -> None:
+        """Let go of everything."""
+        ...
+
+
+class AllocatorMeter:
+    """Peaks of all that happens, phase by phase, from the allocator's own mark."""
+
+    source = "allocator"
+
+    def __init__(self, ledger: PeakLedger, device: torch.device) -> None:
+        # What an earlier run left behind would count as this run's: tensors in cycles, and cached blocks.
+        gc.collect()
+        getattr(torch, device.type).empty_cache()
+        self._ledger = ledger
+        self._retries = ledger.fold().retries
+        self._resets_before = ledger.outside_resets
+        self._window = ledger.open("window")
+        self._phase: Scope | None = None
+        self._phases: dict[str, int] = {}
+
+    @property
+    def outside_resets(self) -> int:
+        """How often somebody else reset the marks that this meter reads."""
+        return self._ledger.outside_resets - self._resets_before
+
+    def enter(self, phase: str) -> None:
+        ended = self._phase
+        self._phase = self._ledger.open(phase, closing=ended)
+        self._keep(ended)
+
+    def leave(self) -> None:
+        if self._phase is not None:
+            self._keep(self._ledger.close(self._phase))
+            self._phase = None
+
+    def _keep(self, ended: Scope | None) -> None:
+        if ended is not None:
+            self._phases[ended.name] = max(self._phases.get(ended.name, 0), ended.allocated)
+
+    def step_begins(self, step: int, held: Callable[[], list[Any]]) -> None:
+        pass
+
+    def step_ends(self, step: int) -> None:
+        pass
+
+    def validation_batch_begins(self, held: Callable[[], list[Any]]) -> None:
+        if self._phase is None:
+            self.enter("validation")
+
+    def validation_batch_ends(self) -> None:
+        pass
+
+    def validation_ends(self) -> None:
+        self.leave()
+
+    def collect(self) -> dict[str, int]:
+        retries = self._ledger.fold().retries - self._retries
+        window = self._window
+        self._window = self._ledger.open("window", closing=window)
+        phases, self._phases = self._phases, {}
+        return {"allocated": window.allocated, "reserved": window.reserved, "retries": retries, **phases}
+
+    def close(self) -> None:
+        self.leave()
+        self._ledger.close(self._window)
+
+
+class ProfilerMeter:
+    """Peaks of one step, and of one validation batch, from a CPU allocator's events.
+
+    The step before the measured one runs under the profiler as well, so that the gradients which the measured step
+    releases are known to it.
+    """
+
+    source = "profiler"
+
+    def __init__(self, measured_step: int, *, first_step: int) -> None:
+        gc.collect()
+        self.steps = range(max(measured_step - 1, first_step), measured_step + 1)
+        self._probe: PeakProbe | None = None
+        self._measured = ""  # "step" or "validation" while one is
+        self._validated = False
+        self._peaks: dict[str, int] = {}
+
+    def step_begins(self, step: int, held: Callable[[], list[Any]]) -> None:
+        if step == self.steps[0] and self._probe is None:
+            self._start()
+        if step == self.steps[-1] and self._probe is not None:
+            self._measured = "step"
+            self._probe.begin("", held())
+
+    def step_ends(self, step: int) -> None:
+        if self._measured == "step":
+            self._finish()
+            logger.info("Peak memory of step %d measured on the CPU, from its allocator's events.", step)
+
+    def enter(self, phase: str) -> None:
+        if self._measured == "step" and self._probe is not None:
+            self._probe.mark(phase)
+
+    def leave(self) -> None:
+        self.enter("")
+
+    def validation_batch_begins(self, held: Callable[[], list[Any]]) -> None:
+        if self._probe is None and not self._validated:
+            self._start().begin("validation", held())
+            self._measured = "validation"
+
+    def validation_batch_ends(self) -> None:
+        if self._measured == "validation":
+            self._validated = True
+            self._finish()
+
+    def validation_ends(self) -> None:
+        pass
+
+    def _start(self) -> PeakProbe:
+        self._probe = PeakProbe()
+        self._probe.start()
+        return self._probe
+
+    def _finish(self) -> None:
+        probe, self._probe, self._measured = self._probe, None, ""
+        if probe is not None:
+            peak = probe.stop()
+            self._peaks["allocated"] = max(self._peaks.get("allocated", 0), peak.overall)
+            self._peaks.update(peak.phases)
+
+    def collect(self) -> dict[str, int]:
+        return {**self._peaks, "retries": 0} if self._peaks else {}
+
+    def close(self) -> None:
+        probe, self._probe, self._measured = self._probe, None, ""
+        if probe is not None:
+            probe.abandon()
