@@ -1,0 +1,98 @@
+"""From a node of the configuration to an object: a constructor's signature is the schema, checked before the call."""
+
+import collections.abc
+import functools
+import inspect
+import os
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, Union
+
+from hydra.utils import get_object
+
+from flash_train.commands.overrides import nearest
+
+
+def build(node: Mapping[str, Any], *, key: str, wired: Mapping[str, Any] | None = None) -> Any:
+    """Call `_target_` of `node` with its other entries; with `_partial_: true`, return the call to be completed.
+
+    Args:
+        node: plain values; an entry that is itself such a node is built first.
+        key: where the node stands in the configuration, for error messages.
+        wired: further arguments, which no file can give: they win over the node.
+
+    Raises ValueError if the target does not exist, takes no such argument, lacks one, or gets a value of a wrong type.
+    """
+    settings = dict(node)
+    try:
+        target = get_object(settings.pop("_target_"))
+    except KeyError:
+        raise ValueError(f"{key} has no _target_, the dotted name of a class or function to call") from None
+    except (ImportError, ValueError) as error:
+        raise ValueError(f"{key}._target_ names nothing that can be imported: {str(error).splitlines()[0]}") from error
+    partial = settings.pop("_partial_", False)
+    arguments = {name: _build_inner(value, key=f"{key}.{name}") for name, value in settings.items()}
+    _check(target, arguments, key=key)
+    arguments |= wired or {}
+    call = functools.partial(target, **arguments)
+    if partial:
+        return call
+    try:
+        inspect.signature(target).bind(**arguments)
+    except TypeError as error:
+        raise ValueError(f"{key}: {error}") from error
+    return call()
+
+
+def _build_inner(value: Any, *, key: str) -> Any:
+    return build(value, key=key) if isinstance(value, Mapping) and "_target_" in value else value
+
+
+def _check(target: Callable[..., Any], arguments: Mapping[str, Any], *, key: str) -> None:
+    parameters = inspect.signature(target).parameters
+    open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    hints = _hints(target)
+    for name, value in arguments.items():
+        if name not in parameters and not open_ended:
+            raise ValueError(f"{key} takes no {name!r}; {nearest(name, parameters)}")
+        if name in hints and not _fits(value, hints[name]):
+            raise ValueError(f"{key}.{name} must be {_spelled(hints[name])}, got {value!r}")
+
+
+def _hints(target: Callable[..., Any]) -> dict[str, Any]:
+    function = inspect.unwrap(target.__init__ if inspect.isclass(target) else target)
+    try:
+        return typing.get_type_hints(function)
+    except NameError:
+        return {}  # annotations that exist for type checkers only
+
+
+def _spelled(hint: Any) -> str:
+    return inspect.formatannotation(hint).replace("typing.", "").replace("NoneType", "None")
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a plain value can be meant by an annotation; True where that cannot be told."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (Union, types.UnionType):
+        return any(_fits(value, option) for option in inner)
+    if origin is Literal:
+        return value in inner
+    if origin is typing.Annotated:
+        return _fits(value, inner[0])
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if hint in (None, types.NoneType):
+        return value is None
+    kind = origin or hint
+    if not inspect.isclass(kind) or typing.is_typeddict(kind) or isinstance(kind, typing.TypeVar):
+        return True
+    if isinstance(value, str) and (issubclass(kind, os.PathLike) or kind is str):
+        return True
+    if isinstance(value, list) and issubclass(kind, collections.abc.Iterable):
+        element = [option for option in inner if option is not Ellipsis]
+        return kind is not str and (len(set(element)) != 1 or all(_fits(item, element[0]) for item in value))
+    return isinstance(value, kind)

@@ -1,0 +1,197 @@
+"""From a command line to plain values: composing, error messages in one sentence, and one process per job of a sweep.
+
+Every console script is a task (plain configuration, run folder, overrides) -> exit code, handed to `launch`.
+Nothing here imports torch: help, completion and a misspelled key are answered at once.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from enum import IntEnum
+from pathlib import Path
+from typing import Any, NoReturn
+
+import hydra
+from hydra._internal.utils import _run_hydra, get_args_parser
+from hydra.version import setbase
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from flash_train.commands.overrides import check_groups, check_keys, merge, nearest, parse
+from flash_train.config import config_root, group_options, register
+
+Task = Callable[[dict[str, Any], Path, list[str]], int]
+Recall = Callable[[str], list[str]]
+
+
+class ExitCode(IntEnum):
+    """What a command tells its caller."""
+
+    OK = 0
+    FAILURE = 1
+    BAD_INPUT = 2
+    OUT_OF_MEMORY = 3
+    INTERRUPTED = 130
+
+
+def launch(task: Task, *, config_name: str, module: str, recall: tuple[str, Recall] | None = None) -> NoReturn:
+    """Compose the configuration `config_name` from `sys.argv`, run `task` on it, and exit with its code.
+
+    Args:
+        task: gets the resolved configuration as plain values, the run folder, and the overrides as they were typed.
+        config_name: a file of `conf/`.
+        module: the command's module, which each job of `-m` runs in a process of its own.
+        recall: a key (`resume_from`) and what returns the overrides of the earlier run that its value points to.
+    """
+    program = Path(sys.argv[0]).stem
+    # With it Hydra raises what it would otherwise print with a stack trace and advice of its own.
+    full_error = os.environ.get("HYDRA_FULL_ERROR")
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        register()
+        arguments = get_args_parser().parse_args()
+        if not (arguments.shell_completion or arguments.help or arguments.hydra_help):
+            _prepare(arguments, recall)
+        sys.exit(_compose_and_run(task, arguments, config_name=config_name, module=module))
+    except KeyboardInterrupt:
+        sys.exit(ExitCode.INTERRUPTED)
+    except (ValueError, HydraException, OmegaConfBaseException, OSError) as error:
+        if full_error == "1":
+            raise
+        print(f"{program}: {_one_sentence(error)}", file=sys.stderr)
+        sys.exit(ExitCode.BAD_INPUT)
+
+
+def _prepare(arguments: argparse.Namespace, recall: tuple[str, Recall] | None) -> None:
+    """Check the overrides before Hydra reads them, and put those of an earlier run before them."""
+    given = parse(arguments.overrides)
+    check_groups(given, _groups(arguments), sweep=arguments.multirun)
+    for override in given:
+        if recall is not None and override.key_or_group == recall[0] and override.value():
+            if arguments.multirun:
+                raise ValueError(f"{recall[0]} continues one run; leave out -m")
+            arguments.overrides = merge(recall[1](str(override.value())), arguments.overrides)
+
+
+def _groups(arguments: argparse.Namespace) -> dict[str, list[str]]:
+    return group_options(*([Path(arguments.config_dir)] if arguments.config_dir else []))
+
+
+def _compose_and_run(task: Task, arguments: argparse.Namespace, *, config_name: str, module: str) -> int:
+    jobs: list[tuple[str, int]] = []
+
+    def job(config: DictConfig) -> None:
+        """One composed configuration. It raises nothing: Hydra would print its own lines around an exception."""
+        settings = HydraConfig.get()
+        folder = Path(settings.runtime.output_dir)
+        typed = [str(text) for text in settings.overrides.task]
+        try:
+            if settings.mode == RunMode.MULTIRUN:
+                code = _run_child(module, arguments, folder, typed)
+            else:
+                code = task(_plain(config, arguments, config_name), folder, typed)
+        except (ValueError, OmegaConfBaseException) as error:
+            print(f"{Path(sys.argv[0]).stem}: {_one_sentence(error)}", file=sys.stderr)
+            code = ExitCode.BAD_INPUT
+        except Exception:
+            sys.excepthook(*sys.exc_info())
+            code = ExitCode.FAILURE
+        jobs.append((" ".join(typed), code))
+
+    setbase("1.3")
+    root = str(config_root() / "conf")
+    try:
+        _run_hydra(arguments, get_args_parser(), job, config_path=root, config_name=config_name)
+    except HydraException:
+        check_keys(parse(arguments.overrides), _groups(arguments), _keys(arguments, root, config_name))
+        raise
+    if arguments.multirun:
+        return _report(jobs)
+    return jobs[0][1] if jobs else ExitCode.OK
+
+
+def _plain(config: DictConfig, arguments: argparse.Namespace, config_name: str) -> dict[str, Any]:
+    """The configuration as resolved plain values. Raises ValueError on a top-level key that no command reads."""
+    groups = _groups(arguments)
+    added = {override.key_or_group.partition(".")[0] for override in parse(arguments.overrides) if override.is_add()}
+    known = {*groups, *_top_level_keys(config_name), *added}
+    for key in config:
+        if key not in known:
+            raise ValueError(f"there is no {str(key)!r} (set in a recipe?); {nearest(str(key), known)}")
+    try:
+        plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    except MissingMandatoryValue as error:
+        raise ValueError(f"{error.full_key} has no default; give {error.full_key}=...") from error
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
+
+
+def _top_level_keys(config_name: str) -> set[str]:
+    """The keys of a file of `conf/` and of those that it is built on."""
+    primary = OmegaConf.load(config_root() / "conf" / f"{config_name}.yaml")
+    assert isinstance(primary, DictConfig)
+    bases = [entry for entry in primary.get("defaults", ()) if isinstance(entry, str) and entry != "_self_"]
+    return {str(key) for key in primary}.union(*(_top_level_keys(base) for base in bases))
+
+
+def _keys(arguments: argparse.Namespace, root: str, config_name: str) -> list[str]:
+    """Every dotted name of the configuration that the chosen groups make, without the other overrides."""
+    groups = _groups(arguments)
+    chosen = [
+        override.input_line or ""
+        for override in parse(arguments.overrides)
+        if override.key_or_group in groups and not override.is_sweep_override()
+    ]
+    more = [f"hydra.searchpath=['file://{Path(arguments.config_dir).resolve()}']"] if arguments.config_dir else []
+    with hydra.initialize_config_dir(root, version_base="1.3"):
+        config = hydra.compose(config_name, overrides=[*chosen, *more])
+    return list(_dotted(config))
+
+
+def _dotted(node: DictConfig, prefix: str = "") -> Iterator[str]:
+    for key in node:
+        yield f"{prefix}{key}"
+        if not OmegaConf.is_missing(node, key) and not OmegaConf.is_interpolation(node, key):
+            child = node[key]
+            if isinstance(child, DictConfig):
+                yield from _dotted(child, f"{prefix}{key}.")
+
+
+def _one_sentence(error: BaseException) -> str:
+    """Hydra's and OmegaConf's messages run over several lines: the first says what is wrong, unless it is empty."""
+    text = str(error).strip() or str(error.__cause__ or type(error).__name__).strip()
+    if isinstance(error, OSError) and error.strerror:
+        text = f"cannot write {error.filename}: {error.strerror}"
+    return text.splitlines()[0]
+
+
+def _run_child(module: str, arguments: argparse.Namespace, folder: Path, overrides: Sequence[str]) -> int:
+    """Run one job of a sweep in a process of its own, so that it starts from clean memory counters."""
+    command = [sys.executable, "-m", module, *overrides, f"hydra.run.dir={_quoted(str(folder))}"]
+    if arguments.config_dir:
+        command += ["--config-dir", arguments.config_dir]
+    environment = {name: value for name, value in os.environ.items() if name != "HYDRA_FULL_ERROR"}
+    child = subprocess.Popen(command, env=environment)
+    try:
+        return child.wait()
+    except KeyboardInterrupt:
+        child.wait()  # the terminal has sent it the same signal; let it write its last checkpoint
+        raise
+
+
+def _quoted(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
+
+
+def _report(jobs: Sequence[tuple[str, int]]) -> int:
+    failed = [(name, code) for name, code in jobs if code != ExitCode.OK]
+    print(f"{len(jobs)} jobs: {len(jobs) - len(failed)} ok, {len(failed)} failed")
+    for name, code in failed:
+        print(f"  exit {code}: {name}")
+    return ExitCode.FAILURE if failed else ExitCode.OK

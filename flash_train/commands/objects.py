@@ -1,0 +1,161 @@
+"""The objects of a run, built from the configuration and wired to one another: data, model, module, trainer."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning import Callback, LightningDataModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import Checkpoint, ModelSummary, ProgressBar
+from lightning.pytorch.loggers import Logger, WandbLogger
+
+from flash_train.commands.construct import build
+from flash_train.models.gpt import GPT
+from flash_train.training.module import LanguageModel
+
+Config = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Objects:
+    """What `trainer.fit(module, datamodule=data)` needs, and the callbacks by the names that they have in YAML."""
+
+    data: LightningDataModule
+    module: LanguageModel
+    trainer: Trainer
+    callbacks: dict[str, Callback]
+
+
+def build_objects(config: Config, *, run_id: str, run_config: Config) -> Objects:
+    """Build everything that `config` describes. The data is prepared first: it knows the vocabulary.
+
+    Args:
+        config: resolved plain values.
+        run_id: names the run in wandb, before and after it is resumed.
+        run_config: plain values that the checkpoints keep.
+
+    Raises ValueError for anything in the configuration that does not fit.
+    """
+    check_device(config["trainer"])
+    torch.set_float32_matmul_precision(config["precision"]["float32_matmul"])
+    data = build_data(config)
+    module = build_module(config, data, run_config=run_config)
+    callbacks = {
+        name: build(node, key=f"callbacks.{name}") for name, node in config["callbacks"].items() if node is not None
+    }
+    loggers = build_loggers(config, run_id=run_id)
+    return Objects(data, module, build_trainer(config, callbacks=list(callbacks.values()), loggers=loggers), callbacks)
+
+
+def check_device(trainer: Mapping[str, Any]) -> None:
+    """Raise ValueError if the configuration asks for GPUs that torch does not see."""
+    if trainer.get("accelerator") not in ("cuda", "gpu"):
+        return
+    seen = torch.cuda.device_count()
+    if not seen:
+        raise ValueError("trainer=cuda needs a CUDA device and torch sees none; choose trainer=cpu")
+    if isinstance(trainer.get("devices"), int) and trainer["devices"] > seen:
+        raise ValueError(f"trainer.devices={trainer['devices']} asks for more CUDA devices than the {seen} of this host")
+
+
+def build_data(config: Config) -> LightningDataModule:
+    """The data module, prepared and set up."""
+    data = build(config["data"], key="data")
+    data.prepare_data()
+    data.setup("fit")
+    return data
+
+
+def build_module(config: Config, data: Any, *, run_config: Config) -> LanguageModel:
+    """The model inside its LightningModule. Its weights are a function of `seed` and the model's own shape."""
+    seed_everything(config["seed"], workers=True, verbose=False)
+    model: GPT = build(
+        config["model"],
+        key="model",
+        wired={
+            "vocabulary_size": data.vocabulary_size,
+            "context_length": config["data"]["sequence_length"],
+            "implementation": config["attention"]["implementation"],
+            "checkpointing": config["checkpointing"]["granularity"],
+        },
+    )
+    return LanguageModel(
+        model,
+        optimizer=build(config["optimizer"], key="optimizer"),
+        schedule=build(config["schedule"], key="schedule"),
+        gradient_clip=config["gradient_clip"],
+        compile=config["compile"]["enabled"],
+        compile_mode=config["compile"]["mode"],
+        bytes_per_token=data.bytes_per_token,
+        flops_per_token=model.flops_per_token(config["data"]["sequence_length"]),
+        run_config=run_config,
+    )
+
+
+def build_loggers(config: Config, *, run_id: str) -> list[Logger]:
+    """The loggers; each gets the whole configuration, so that wandb can group by any of its values."""
+    loggers: list[Logger] = []
+    for name, node in config["loggers"].items():
+        if node is None:
+            continue
+        if node.get("id", "") is None:
+            node = {**node, "id": run_id}
+        logger = build(node, key=f"loggers.{name}")
+        logger.log_hyperparams(config)
+        loggers.append(logger)
+    return loggers
+
+
+def build_trainer(config: Config, *, callbacks: list[Callback], loggers: list[Logger]) -> Trainer:
+    """Lightning's trainer. What the callbacks decide (checkpoints, progress, summary) is not decided twice."""
+    accumulation = accumulate(config)
+    return build(
+        config["trainer"],
+        key="trainer",
+        wired={
+            "precision": config["precision"]["lightning"],
+            "accumulate_grad_batches": accumulation,
+            "max_epochs": -1,  # steps alone end a run
+            "val_check_interval": config["validate_every"] * accumulation,
+            "check_val_every_n_epoch": None,
+            "num_sanity_val_steps": 0,
+            "callbacks": callbacks,
+            "logger": loggers or False,
+            "enable_checkpointing": any(isinstance(callback, Checkpoint) for callback in callbacks),
+            "enable_progress_bar": any(isinstance(callback, ProgressBar) for callback in callbacks),
+            "enable_model_summary": any(isinstance(callback, ModelSummary) for callback in callbacks),
+        },
+    )
+
+
+def accumulate(config: Config) -> int:
+    """Micro-batches per optimizer step, so that all devices together see `batch_tokens` in one step.
+
+    Raises ValueError if `batch_tokens` is no multiple of what the devices see at once.
+    """
+    total = config["batch_tokens"]
+    if total is None:
+        return 1
+    if not isinstance(total, int) or isinstance(total, bool) or total < 1:
+        raise ValueError(f"batch_tokens must be a positive number of tokens or null, got {total!r}")
+    rows, length = config["data"]["batch_size"], config["data"]["sequence_length"]
+    devices = count_devices(config["trainer"])
+    at_once = rows * length * devices
+    if total % at_once:
+        below, above = total // at_once * at_once, (total // at_once + 1) * at_once
+        nearest = f"{below} or {above}" if below else f"{above}"
+        raise ValueError(
+            f"batch_tokens={total} is no multiple of data.batch_size x data.sequence_length x devices = "
+            f"{rows} x {length} x {devices} = {at_once}; the nearest that are: {nearest}"
+        )
+    return total // at_once
+
+
+def count_devices(trainer: Mapping[str, Any]) -> int:
+    """Devices of all nodes together."""
+    devices = trainer.get("devices", 1)
+    if isinstance(devices, list):
+        devices = len(devices)
+    elif not isinstance(devices, int) or devices < 1:
+        raise ValueError(f"trainer.devices must be a positive number or a list of device numbers, got {devices!r}")
+    return devices * trainer.get("num_nodes", 1)
