@@ -42,10 +42,11 @@ class TokenData(LightningDataModule):
         for name, value, least in (
             ("sequence_length", sequence_length, 1),
             ("batch_size", batch_size, 1),
+            ("seed", seed, 0),
             ("workers", workers, 0),
         ):
-            if value < least:
-                raise ValueError(f"{name} must be at least {least}, got {value}; set data.{name}={least} or more")
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} must be an integer from {least} on, got {value!r}; set data.{name}={least}")
         self.sequence_length = sequence_length
         self.batch_size = batch_size
         self.seed = seed

@@ -85,9 +85,11 @@ def test_globs_are_sorted_and_each_file_is_read_once(tmp_path: Path):
         ),
         ("01234567", {}, r"training text must hold at least .* = 18 tokens, it holds 7; .*sequence_length=6 or less"),
         (POEM, {"tokenizer": "words"}, r"one of bytes, characters, got 'words'"),
-        (POEM, {"sequence_length": 0}, r"sequence_length must be at least 1, got 0; set data\.sequence_length=1"),
-        (POEM, {"batch_size": -3}, r"batch_size must be at least 1, got -3"),
-        (POEM, {"workers": -1}, r"workers must be at least 0, got -1"),
+        (POEM, {"sequence_length": 0}, r"sequence_length must be an integer from 1 on, got 0; set data\.s"),
+        (POEM, {"sequence_length": 64.5}, r"integer from 1 on, got 64\.5"),
+        (POEM, {"seed": None}, r"seed must be an integer from 0 on, got None"),
+        (POEM, {"batch_size": -3}, r"batch_size must be an integer from 1 on, got -3; set data\.batch_size=1"),
+        (POEM, {"workers": -1}, r"workers must be an integer from 0 on, got -1"),
     ],
 )
 def test_an_unusable_text_or_setting_is_refused_in_one_sentence(tmp_path: Path, content, options, message):
