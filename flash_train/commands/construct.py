@@ -13,6 +13,8 @@ from hydra.utils import get_object
 
 from flash_train.commands.overrides import nearest
 
+_OWN = ("_target_", "_partial_")
+
 
 def build(node: Mapping[str, Any], *, key: str, wired: Mapping[str, Any] | None = None) -> Any:
     """Call `_target_` of `node` with its other entries; with `_partial_: true`, return the call to be completed.
@@ -22,21 +24,17 @@ def build(node: Mapping[str, Any], *, key: str, wired: Mapping[str, Any] | None 
         key: where the node stands in the configuration, for error messages.
         wired: further arguments, which no file can give: they win over the node.
 
-    Raises ValueError if the target does not exist, takes no such argument, lacks one, or gets a value of a wrong type.
+    Raises ValueError as `check` does, and if an argument is missing.
     """
-    settings = dict(node)
-    try:
-        target = get_object(settings.pop("_target_"))
-    except KeyError:
-        raise ValueError(f"{key} has no _target_, the dotted name of a class or function to call") from None
-    except (ImportError, ValueError) as error:
-        raise ValueError(f"{key}._target_ names nothing that can be imported: {str(error).splitlines()[0]}") from error
-    partial = settings.pop("_partial_", False)
-    arguments = {name: _build_inner(value, key=f"{key}.{name}") for name, value in settings.items()}
-    _check(target, arguments, key=key)
+    target = check(node, key=key)
+    arguments = {
+        name: build(value, key=f"{key}.{name}") if _is_node(value) else value
+        for name, value in node.items()
+        if name not in _OWN
+    }
     arguments |= wired or {}
     call = functools.partial(target, **arguments)
-    if partial:
+    if node.get("_partial_", False):
         return call
     try:
         inspect.signature(target).bind(**arguments)
@@ -45,18 +43,36 @@ def build(node: Mapping[str, Any], *, key: str, wired: Mapping[str, Any] | None 
     return call()
 
 
-def _build_inner(value: Any, *, key: str) -> Any:
-    return build(value, key=key) if isinstance(value, Mapping) and "_target_" in value else value
+def check(node: Mapping[str, Any], *, key: str) -> Callable[..., Any]:
+    """The target of `node`, after a look at its arguments; nothing is built.
+
+    Raises ValueError if it does not exist, takes no such argument, or gets a value of a wrong type.
+    """
+    if not _is_node(node):
+        raise ValueError(f"{key} has no _target_, the dotted name of a class or function to call")
+    try:
+        target = get_object(node["_target_"])
+    except (ImportError, ValueError) as error:
+        raise ValueError(f"{key}._target_ names nothing that can be imported: {str(error).splitlines()[0]}") from error
+    for name, value in node.items():
+        if _is_node(value):
+            check(value, key=f"{key}.{name}")
+    _check_arguments(target, {name: value for name, value in node.items() if name not in _OWN}, key=key)
+    return target
 
 
-def _check(target: Callable[..., Any], arguments: Mapping[str, Any], *, key: str) -> None:
+def _is_node(value: Any) -> bool:
+    return isinstance(value, Mapping) and "_target_" in value
+
+
+def _check_arguments(target: Callable[..., Any], arguments: Mapping[str, Any], *, key: str) -> None:
     parameters = inspect.signature(target).parameters
     open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     hints = _hints(target)
     for name, value in arguments.items():
         if name not in parameters and not open_ended:
             raise ValueError(f"{key} takes no {name!r}; {nearest(name, parameters)}")
-        if name in hints and not _fits(value, hints[name]):
+        if name in hints and not _is_node(value) and not _fits(value, hints[name]):
             raise ValueError(f"{key}.{name} must be {_spelled(hints[name])}, got {value!r}")
 
 

@@ -32,7 +32,7 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
 
 def _describe_device(device: torch.device) -> dict[str, Any]:
     if device.type != "cuda":
-        return {"device_name": platform.processor() or platform.machine(), "driver": None, "total_memory_bytes": None}
+        return {"device_name": _processor(), "driver": None, "total_memory_bytes": None}
     properties = torch.cuda.get_device_properties(device)
     return {
         "device_name": properties.name,
@@ -40,6 +40,14 @@ def _describe_device(device: torch.device) -> dict[str, Any]:
         "total_memory_bytes": properties.total_memory,
         "device_count": torch.cuda.device_count(),
     }
+
+
+def _processor() -> str:
+    """The CPU's model, which Python itself does not know on Linux."""
+    information = Path("/proc/cpuinfo")
+    lines = information.read_text().splitlines() if information.exists() else []
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(models, platform.processor() or platform.machine())
 
 
 def _version(package: str) -> str | None:

@@ -94,7 +94,7 @@ def _compose_and_run(task: Task, arguments: argparse.Namespace, *, config_name: 
             if settings.mode == RunMode.MULTIRUN:
                 code = _run_child(module, arguments, folder, typed)
             else:
-                code = task(_plain(config, arguments, config_name), folder, typed)
+                code = task(_plain(config, arguments), folder, typed)
         except (ValueError, OmegaConfBaseException) as error:
             print(f"{Path(sys.argv[0]).stem}: {_one_sentence(error)}", file=sys.stderr)
             code = ExitCode.BAD_INPUT
@@ -115,28 +115,23 @@ def _compose_and_run(task: Task, arguments: argparse.Namespace, *, config_name: 
     return jobs[0][1] if jobs else ExitCode.OK
 
 
-def _plain(config: DictConfig, arguments: argparse.Namespace, config_name: str) -> dict[str, Any]:
+def _plain(config: DictConfig, arguments: argparse.Namespace) -> dict[str, Any]:
     """The configuration as resolved plain values. Raises ValueError on a top-level key that no command reads."""
-    groups = _groups(arguments)
+    primaries = [OmegaConf.load(file) for file in (config_root() / "conf").glob("*.yaml")]
     added = {override.key_or_group.partition(".")[0] for override in parse(arguments.overrides) if override.is_add()}
-    known = {*groups, *_top_level_keys(config_name), *added}
+    known = {*_groups(arguments), *(str(key) for primary in primaries for key in primary), *added}
     for key in config:
         if key not in known:
             raise ValueError(f"there is no {str(key)!r} (set in a recipe?); {nearest(str(key), known)}")
+    for override in parse(arguments.overrides):
+        if override.is_delete() and override.key_or_group not in config and "." not in override.key_or_group:
+            raise ValueError(f"{override.key_or_group} cannot be taken away; a group that may be empty has a choice none")
     try:
         plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except MissingMandatoryValue as error:
         raise ValueError(f"{error.full_key} has no default; give {error.full_key}=...") from error
     assert isinstance(plain, dict)
     return {str(key): value for key, value in plain.items()}
-
-
-def _top_level_keys(config_name: str) -> set[str]:
-    """The keys of a file of `conf/` and of those that it is built on."""
-    primary = OmegaConf.load(config_root() / "conf" / f"{config_name}.yaml")
-    assert isinstance(primary, DictConfig)
-    bases = [entry for entry in primary.get("defaults", ()) if isinstance(entry, str) and entry != "_self_"]
-    return {str(key) for key in primary}.union(*(_top_level_keys(base) for base in bases))
 
 
 def _keys(arguments: argparse.Namespace, root: str, config_name: str) -> list[str]:

@@ -9,7 +9,7 @@ from lightning import Callback, LightningDataModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import Checkpoint, ModelSummary, ProgressBar
 from lightning.pytorch.loggers import Logger, WandbLogger
 
-from flash_train.commands.construct import build
+from flash_train.commands.construct import build, check
 from flash_train.models.gpt import GPT
 from flash_train.training.module import LanguageModel
 
@@ -36,6 +36,7 @@ def build_objects(config: Config, *, run_id: str, run_config: Config) -> Objects
 
     Raises ValueError for anything in the configuration that does not fit.
     """
+    check_values(config)
     check_device(config["trainer"])
     torch.set_float32_matmul_precision(config["precision"]["float32_matmul"])
     data = build_data(config)
@@ -45,6 +46,20 @@ def build_objects(config: Config, *, run_id: str, run_config: Config) -> Objects
     }
     loggers = build_loggers(config, run_id=run_id)
     return Objects(data, module, build_trainer(config, callbacks=list(callbacks.values()), loggers=loggers), callbacks)
+
+
+def check_values(config: Config) -> None:
+    """Look at every value before anything is built: a wrong one should not cost the preparation of the data."""
+    for key in ("trainer", "data", "model", "optimizer", "schedule"):
+        check(config[key], key=key)
+    for group in ("callbacks", "loggers"):
+        for name, node in config[group].items():
+            if node is not None:
+                check(node, key=f"{group}.{name}")
+    for key in ("seed", "validate_every"):
+        value = config[key]
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{key} must be a positive whole number, got {value!r}")
 
 
 def check_device(trainer: Mapping[str, Any]) -> None:

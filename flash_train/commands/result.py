@@ -7,10 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
+from flash_train.commands.environment import describe_environment
+from flash_train.commands.objects import Objects
 from flash_train.modules.attention import SelfAttention
 from flash_train.ops.attention import choose_implementation
+from flash_train.training.history import LossHistory
+
+_COMPUTE_DTYPES = {
+    "bf16-mixed": torch.bfloat16,
+    "bf16-true": torch.bfloat16,
+    "16-mixed": torch.float16,
+    "16-true": torch.float16,
+}
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -18,6 +29,44 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     unfinished.write_text(json.dumps(content, indent=2, default=str) + "\n")
     os.replace(unfinished, path)
+
+
+def describe_start(objects: Objects) -> dict[str, Any]:
+    """What is known of a run before its first step."""
+    model, device = objects.module.model, objects.trainer.strategy.root_device
+    dtype = _COMPUTE_DTYPES.get(str(objects.trainer.precision), next(model.parameters()).dtype)
+    return {
+        "device": str(device),
+        "environment": describe_environment(device),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "initial_weights_sha256": weights_sha256(model),
+        "data": objects.data.provenance,
+        "attention": describe_attention(model, device=device, dtype=dtype),
+    }
+
+
+def describe_end(objects: Objects) -> dict[str, Any]:
+    """What a run has measured so far: a callback that has a `result()` gives it under its own name."""
+    metrics = objects.trainer.callback_metrics
+    validation = {
+        name.partition("/")[2]: float(value) for name, value in metrics.items() if name.startswith("validation/")
+    }
+    found: dict[str, Any] = {
+        "steps": objects.trainer.global_step,
+        "rewritten_by_compiler": rewritten_by_compiler(),
+        "memory": None,
+        "speed": None,
+        "loss_curve": [],
+        "validation": validation,
+    }
+    for name, callback in objects.callbacks.items():
+        if isinstance(callback, LossHistory):
+            found["loss_curve"] = callback.curve()
+        elif isinstance(callback, ModelCheckpoint) and callback.best_model_score is not None:
+            found["best"] = {callback.monitor: float(callback.best_model_score), "checkpoint": callback.best_model_path}
+        elif hasattr(callback, "result"):
+            found[name] = callback.result()
+    return found
 
 
 def weights_sha256(model: nn.Module) -> str:

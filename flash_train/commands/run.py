@@ -16,10 +16,11 @@ import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from flash_train.commands.environment import describe_environment
 from flash_train.commands.hydra_app import ExitCode
-from flash_train.commands.objects import Config, Objects, build_objects
-from flash_train.commands.result import describe_attention, rewritten_by_compiler, weights_sha256, write_json
+from flash_train.commands.objects import Config, build_objects
+from flash_train.commands.result import describe_end, describe_start, write_json
+from flash_train.training.guard import NonFiniteLoss
+from flash_train.training.resume import CheckpointHeader, find_checkpoint, read_header
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,16 @@ def run(config: Config, folder: Path, overrides: list[str]) -> int:
     objects = None
     try:
         write_yaml(folder / "config.yaml", config)
-        run_config = {"config": config, "overrides": overrides, "run_id": secrets.token_hex(4)}
-        objects = build_objects(config, run_id=run_config["run_id"], run_config=run_config)
+        checkpoint = find_checkpoint(config["resume_from"]) if config["resume_from"] else None
+        header = read_header(checkpoint) if checkpoint else None
+        if checkpoint and header:
+            announce(checkpoint, header, config, folder)
+        run_id = header.wandb_run_id if header and header.wandb_run_id else secrets.token_hex(4)
+        objects = build_objects(config, run_id=run_id, run_config={"config": config, "overrides": overrides})
         result |= describe_start(objects)
-        objects.trainer.fit(objects.module, datamodule=objects.data)
+        objects.trainer.fit(objects.module, datamodule=objects.data, ckpt_path=checkpoint)
         ending = Ending("ok", ExitCode.OK)
-    except BaseException as error:
+    except BaseException as error:  # also Ctrl-C, which Lightning turns into SystemExit
         ending = judge(error)
         result["traceback"] = traceback.format_exc()
         if ending.surprising:
@@ -59,10 +64,12 @@ def run(config: Config, folder: Path, overrides: list[str]) -> int:
 
 def quieten() -> None:
     """Keep what the summary says better, or what does not concern this run, off the terminal."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
     # Batches are slices of a memory-mapped file: worker processes would cost more than they bring.
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    # Lightning 2.6 asks torch's pytree in a way that torch 2.13 wants to end.
+    warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
     # An offline run has nothing to announce; wandb reads this before it prints.
     os.environ.setdefault("WANDB_SILENT", "true")
 
@@ -70,45 +77,34 @@ def quieten() -> None:
 def judge(error: BaseException) -> Ending:
     """What an exception means for the run."""
     text = (str(error).strip() or type(error).__name__).splitlines()[0]
-    if isinstance(error, KeyboardInterrupt | SystemExit):  # Lightning makes the second of the first
+    if isinstance(error, KeyboardInterrupt | SystemExit):
         return Ending("interrupted", ExitCode.INTERRUPTED, "interrupted")
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in text:
         return Ending("oom", ExitCode.OUT_OF_MEMORY, f"out of memory: {text}")
+    if isinstance(error, NonFiniteLoss):
+        return Ending("failed", ExitCode.FAILURE, text)
     if isinstance(error, ValueError | MisconfigurationException | OSError):
         return Ending("failed", ExitCode.BAD_INPUT, text)
     return Ending("failed", ExitCode.FAILURE, f"{type(error).__name__}: {text}", surprising=True)
 
 
-def describe_start(objects: Objects) -> dict[str, Any]:
-    """What is known of a run before its first step."""
-    module, device = objects.module, objects.trainer.strategy.root_device
-    parameter = next(module.parameters())
-    mixed = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-    true = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
-    dtype = {**mixed, **true}.get(str(objects.trainer.precision), parameter.dtype)
-    return {
-        "device": str(device),
-        "environment": describe_environment(device),
-        "parameters": sum(parameter.numel() for parameter in module.parameters()),
-        "initial_weights_sha256": weights_sha256(module.model),
-        "data": objects.data.provenance,
-        "attention": describe_attention(module.model, device=device, dtype=dtype),
-    }
+@rank_zero_only
+def announce(checkpoint: Path, header: CheckpointHeader, config: Config, folder: Path) -> None:
+    """Say which checkpoint is continued and where, and what differs from the configuration it was written under."""
+    print(f"continues {checkpoint} (step {header.step}) in {folder}")
+    earlier = (header.run_config or {}).get("config", {})
+    before, now = dict(_leaves(earlier)), dict(_leaves(config))
+    # What the run folder's own name is part of differs by itself when the run goes on elsewhere.
+    own = {"resume_from", *(key for key, value in now.items() if isinstance(value, str) and str(folder) in value)}
+    for key in sorted({*before, *now} - own if earlier else ()):
+        if before.get(key) != now.get(key):
+            print(f"  changed: {key}: {before.get(key)!r} -> {now.get(key)!r}")
 
 
-def describe_end(objects: Objects) -> dict[str, Any]:
-    """What the run measured: every callback that has a `result()` gives it under its own name."""
-    metrics = objects.trainer.callback_metrics
-    measured = {name: callback.result() for name, callback in objects.callbacks.items() if hasattr(callback, "result")}
-    validation = {
-        name.partition("/")[2]: float(value) for name, value in metrics.items() if name.startswith("validation/")
-    }
-    return {
-        "steps": objects.trainer.global_step,
-        "rewritten_by_compiler": rewritten_by_compiler(),
-        "validation": validation or None,
-        **measured,
-    }
+def _leaves(node: Any, prefix: str = "") -> list[tuple[str, Any]]:
+    if not isinstance(node, dict):
+        return [(prefix, node)]
+    return [leaf for key, value in node.items() for leaf in _leaves(value, f"{prefix}.{key}" if prefix else key)]
 
 
 @rank_zero_only

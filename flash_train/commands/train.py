@@ -14,8 +14,15 @@ def train(config: dict[str, Any], folder: Path, overrides: list[str]) -> int:
     return run(config, folder, overrides)
 
 
+def earlier_overrides(resume_from: str) -> list[str]:
+    """The command line that a run was started with: what it is continued with, unless something else is said."""
+    from flash_train.training.resume import find_checkpoint, read_header
+
+    return list((read_header(find_checkpoint(resume_from)).run_config or {}).get("overrides", []))
+
+
 def main() -> None:
-    launch(train, config_name="train", module=MODULE)
+    launch(train, config_name="train", module=MODULE, recall=("resume_from", earlier_overrides))
 
 
 if __name__ == "__main__":
