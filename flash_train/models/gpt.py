@@ -134,9 +134,7 @@ class GPT(nn.Module):
 
     def _run(self, block: nn.Module, x: Tensor) -> Tensor:
         if self.checkpointing == "block" and torch.is_grad_enabled():
-            output = checkpoint(block, x, use_reentrant=False)
-            assert isinstance(output, Tensor)
-            return output
+            return checkpoint(block, x, use_reentrant=False)
         return block(x)
 
     def flops_per_token(self, sequence_length: int) -> int:

@@ -1,7 +1,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from flash_train.modules import attention
 from flash_train.modules.attention import SelfAttention
@@ -63,8 +63,12 @@ def op_tensors(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 def test_nothing_is_copied_on_the_way_into_the_op_and_out(op_tensors: list[Tensor]) -> None:
     module = SelfAttention(WIDTH, HEADS, kv_heads=KV_HEADS, head_size=HEAD_SIZE)
     at_the_doors: list[Tensor] = []
-    module.qkv.register_forward_hook(lambda _, __, output: at_the_doors.append(output))
-    module.projection.register_forward_pre_hook(lambda _, inputs: at_the_doors.append(inputs[0]))
+
+    def keep_output(_module: nn.Module, _inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        at_the_doors.append(output)
+
+    module.qkv.register_forward_hook(keep_output)
+    module.projection.register_forward_pre_hook(lambda _, inputs: at_the_doors.extend(inputs))
     module(torch.randn(BATCH, LENGTH, WIDTH))
     q, k, v, output = op_tensors
     assert q.shape == output.shape == (BATCH, HEADS, LENGTH, HEAD_SIZE)
