@@ -7,6 +7,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar
 from rich import get_console
+from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from flash_train.training.steps import is_log_step
@@ -18,7 +19,7 @@ SHOWN = {  # name of a metric: label and format
     "validation/loss": ("validation loss", "{:.4f}"),
     "validation/bits_per_byte": ("validation bits per byte", "{:.4f}"),
     "speed/tokens_per_second": ("tokens/s", "{:,.0f}"),
-    "memory/peak_allocated_gib": ("peak memory", "{:.3f} GiB"),
+    "memory/peak_allocated_gib": ("peak", "{:.3g} GiB"),
 }
 LIVE = ("train/loss", "speed/tokens_per_second", "memory/peak_allocated_gib")
 
@@ -65,8 +66,13 @@ class ProgressBar(RichProgressBar):
             self._print_line(trainer)
         self._update(self.train_progress_bar_id, self._step)
 
+    def configure_columns(self, trainer: Trainer) -> list[Any]:
+        """Few and narrow enough for 80 columns with the metrics that come after them."""
+        _, _, count, _, _ = super().configure_columns(trainer)
+        return [TextColumn("{task.description}"), BarColumn(bar_width=10), count, TimeRemainingColumn(compact=True)]
+
     def _get_train_description(self, current_epoch: int) -> str:
-        return "Training"
+        return ""  # only validation's bar needs a name
 
     def _print_line(self, trainer: Trainer) -> None:
         console = get_console()

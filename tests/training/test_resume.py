@@ -1,22 +1,31 @@
+import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
+from toy_training import RecordingLogger, ToyData, language_model, trainer
 
 from flash_train.training.checkpoint import Checkpoint
 from flash_train.training.history import LossHistory
 from flash_train.training.resume import find_checkpoint, read_header
-from toy_training import ToyData, language_model, trainer
 
 
-def fit(folder: Path, *, max_steps: int, ckpt_path: Path | None = None, **options: Any) -> tuple[dict[str, Any], Any]:
-    """Train to `max_steps`; what the checkpoint of the last step holds, and the loss curve."""
+def fit(folder: Path, *callbacks: Callback, ckpt_path: Path | None = None, **options: Any) -> LossHistory:
+    """Train to `max_steps` with validation after every third batch, which draws random numbers of its own."""
     history = LossHistory()
-    options = {"check_val_every_n_epoch": None, "val_check_interval": 3, "num_sanity_val_steps": 1, **options}
-    run = trainer(folder, history, max_steps=max_steps, **options)
+    validation = {"check_val_every_n_epoch": None, "val_check_interval": 3, "num_sanity_val_steps": 1}
+    run = trainer(folder, history, *callbacks, **validation, **options)
     run.fit(language_model(), datamodule=ToyData(), ckpt_path=ckpt_path, weights_only=True)
-    return torch.load(find_checkpoint(folder), weights_only=True), history.curve()
+    return history
+
+
+def contents(folder: Path) -> dict[str, Any]:
+    checkpoint = torch.load(find_checkpoint(folder), weights_only=True)
+    keys = ("state_dict", "optimizer_states", "lr_schedulers", "tokens_seen", "random_states", "global_step")
+    return {key: checkpoint[key] for key in keys}
 
 
 def same(a: Any, b: Any) -> bool:
@@ -32,12 +41,71 @@ def same(a: Any, b: Any) -> bool:
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("stop", [1, 4, 5, 7])
 def test_ten_steps_equal_some_then_a_resumed_rest(tmp_path: Path, accumulate: int, stop: int) -> None:
-    """Steps 4 (by two) and 7 (by one) end an epoch; validation, after every third batch, draws random numbers."""
-    whole, whole_curve = fit(tmp_path / "whole", max_steps=10, accumulate_grad_batches=accumulate)
+    """An epoch of 7 batches ends with step 4 (by two) or 7 (by one)."""
+    whole = fit(tmp_path / "whole", max_steps=10, accumulate_grad_batches=accumulate)
     fit(tmp_path / "parts", max_steps=stop, accumulate_grad_batches=accumulate)
-    first = find_checkpoint(tmp_path / "parts")
     torch.manual_seed(9)
-    parts, parts_curve = fit(tmp_path / "parts", max_steps=10, ckpt_path=first, accumulate_grad_batches=accumulate)
-    assert parts_curve == whole_curve and [step for step, _ in whole_curve] == list(range(10))
-    for key in ("state_dict", "optimizer_states", "lr_schedulers", "tokens_seen", "random_states", "global_step"):
-        assert same(parts[key], whole[key]), key
+    first = find_checkpoint(tmp_path / "parts")
+    parts = fit(tmp_path / "parts", max_steps=10, ckpt_path=first, accumulate_grad_batches=accumulate)
+    assert parts.curve() == whole.curve() and [step for step, _ in whole.curve()] == list(range(10))
+    assert same(contents(tmp_path / "parts"), contents(tmp_path / "whole"))
+
+
+class Trip(Callback):
+    """Does something once, in the hook and at the optimizer step it is told."""
+
+    def __init__(self, hook: str, step: int, action: Callable[[], object]) -> None:
+        def trip(run: Any, *_: Any) -> None:
+            if run.global_step == step and not run.sanity_checking and not self.done:
+                self.done = True
+                action()
+
+        self.done = False
+        setattr(self, hook, trip)
+
+
+def ctrl_c() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("hook", ["on_before_backward", "on_before_zero_grad", "on_validation_batch_start"])
+def test_ctrl_c_saves_a_whole_step_from_which_the_run_continues_exactly(tmp_path: Path, hook: str) -> None:
+    whole = fit(tmp_path / "whole", max_steps=10, accumulate_grad_batches=2)
+    log = RecordingLogger()
+    with pytest.raises(SystemExit):
+        fit(tmp_path / "parts", Trip(hook, 3, ctrl_c), max_steps=10, accumulate_grad_batches=2, logger=log)
+    stopped = find_checkpoint(tmp_path / "parts")
+    assert read_header(stopped).step == (3 if hook == "on_validation_batch_start" else 4)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    parts = fit(tmp_path / "parts", ckpt_path=stopped, max_steps=10, accumulate_grad_batches=2, logger=log)
+    assert parts.curve() == whole.curve()
+    assert same(contents(tmp_path / "parts"), contents(tmp_path / "whole"))
+    assert log.steps("train/loss") == list(range(10)), "each step is logged once, under its own number"
+
+
+def test_sigterm_saves_a_whole_step_too(tmp_path: Path) -> None:
+    term = Trip("on_before_backward", 3, lambda: signal.raise_signal(signal.SIGTERM))
+    with pytest.raises(SystemExit):
+        fit(tmp_path, term, max_steps=10, accumulate_grad_batches=2)
+    assert read_header(find_checkpoint(tmp_path)).step == 4
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_step(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        fit(tmp_path, Trip("on_before_backward", 3, lambda: [ctrl_c(), ctrl_c()]), max_steps=10)
+    with pytest.raises(ValueError, match="No checkpoint in"):
+        find_checkpoint(tmp_path)
+
+
+def fail() -> None:
+    raise RuntimeError("the disk is gone")
+
+
+@pytest.mark.parametrize(("hook", "saved"), [("on_before_backward", 2), ("on_validation_end", 3)])
+def test_a_failure_keeps_the_last_whole_step_unless_it_came_from_inside_one(
+    tmp_path: Path, hook: str, saved: int
+) -> None:
+    periodic = Checkpoint(dirpath=tmp_path / "checkpoints", every_n_train_steps=2)
+    with pytest.raises(RuntimeError, match="the disk is gone"):
+        fit(tmp_path, periodic, Trip(hook, 3, fail), max_steps=10)
+    assert read_header(find_checkpoint(tmp_path)).step == saved

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, Trainer
+from lightning.pytorch.loggers import Logger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -91,3 +92,27 @@ def trainer(folder: Path, *callbacks: Callback, max_steps: int = 10, **options: 
         callbacks=list(callbacks),
         **{**defaults, **options},
     )
+
+
+class RecordingLogger(Logger):
+    """Keeps what it is given: [(step, metrics), ...]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[int | None, dict[str, float]]] = []
+
+    @property
+    def name(self) -> str:
+        return "recording"
+
+    @property
+    def version(self) -> str:
+        return "0"
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.rows.append((step, dict(metrics)))
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def steps(self, name: str) -> list[int | None]:
+        return [step for step, metrics in self.rows if name in metrics]

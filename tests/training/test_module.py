@@ -1,0 +1,127 @@
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.testing
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
+from torch.nn import functional
+from toy_training import BATCHES_PER_EPOCH, B, RecordingLogger, T, ToyData, ToyModel, batch, language_model, trainer
+
+from flash_train.training.module import LanguageModel
+from flash_train.training.optimizer import adamw
+
+
+def without_dropout(**options: Any) -> LanguageModel:
+    torch.manual_seed(4)
+    module = LanguageModel(ToyModel(), optimizer=partial(torch_sgd, lr=0.5), **options)
+    module.model.dropout.p = 0.0  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
+    return module
+
+
+def torch_sgd(module: nn.Module, *, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=lr)
+
+
+def loss_of(model: nn.Module, positions: list[int]) -> torch.Tensor:
+    inputs = torch.cat([batch(position)["inputs"] for position in positions])
+    targets = torch.cat([batch(position)["targets"] for position in positions])
+    return functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+
+
+def test_accumulated_batches_learn_and_log_as_one_big_batch_also_when_the_last_of_an_epoch_are_few(
+    tmp_path: Path,
+) -> None:
+    """7 batches by threes: the last step of the epoch has one, and must count it once, not a third."""
+    module, log = without_dropout(gradient_clip=None), RecordingLogger()
+    run = trainer(tmp_path, max_steps=3, accumulate_grad_batches=3, logger=log, limit_val_batches=0)
+    run.fit(module, ToyData())
+    model = without_dropout().model
+    optimizer = torch_sgd(model, lr=0.5)
+    losses = []
+    for positions in ([0, 1, 2], [3, 4, 5], [6]):
+        loss = loss_of(model, positions)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    torch.testing.assert_close(module.model.state_dict(), model.state_dict())
+    assert [row["train/loss"] for _, row in log.rows if "train/loss" in row] == pytest.approx(losses, rel=1e-6)
+    assert BATCHES_PER_EPOCH == 7
+
+
+def test_one_step_has_one_row_with_one_number_and_only_on_log_steps(tmp_path: Path) -> None:
+    log = RecordingLogger()
+    run = trainer(
+        tmp_path, max_steps=7, logger=log, log_every_n_steps=3, accumulate_grad_batches=2, limit_val_batches=0
+    )
+    run.fit(language_model(), ToyData())
+    rows = [(step, set(row)) for step, row in log.rows if step is not None and any("/" in name for name in row)]
+    names = {"train/loss", "train/gradient_norm", "train/learning_rate", "train/tokens", "epoch"}
+    assert rows == [(2, names), (5, names)]
+    # Seven batches by twos: the fourth step of the first epoch has a single batch.
+    assert [row["train/tokens"] for _, row in log.rows if "train/tokens" in row] == [6 * B * T, (7 + 4) * B * T]
+
+
+def test_tokens_are_counted_exactly_where_fp32_cannot(tmp_path: Path) -> None:
+    module, log = language_model(), RecordingLogger()
+    module.tokens_seen = 2**24
+    trainer(tmp_path, max_steps=1, logger=log, limit_val_batches=0).fit(module, ToyData())
+    assert log.rows[0][1]["train/tokens"] == 2**24 + B * T
+
+
+def test_a_fused_optimizer_is_clipped_under_mixed_precision(tmp_path: Path) -> None:
+    class Norms(Callback):
+        before: list[float] = []
+        after: list[float] = []
+
+        def on_train_batch_end(
+            self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        ) -> None:
+            gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
+            self.after.append(float(nn.utils.get_total_norm(gradients)))
+            self.before.append(float(pl_module.gradient_norm))  # pyright: ignore[reportArgumentType]
+
+    norms = Norms()
+    module = LanguageModel(ToyModel(), optimizer=partial(adamw, lr=0.01, fused=True), gradient_clip=0.125)
+    run = trainer(tmp_path, norms, max_steps=2, precision="bf16-mixed", limit_val_batches=0, log_every_n_steps=50)
+    run.fit(module, ToyData())
+    assert min(norms.before) > 0.125 and norms.after == pytest.approx([0.125, 0.125], rel=1e-4)
+
+
+def test_clipping_by_the_trainer_is_answered_with_where_it_is_set(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"give LanguageModel\(gradient_clip=...\) instead"):
+        trainer(tmp_path, max_steps=1, gradient_clip_val=1.0).fit(language_model(), ToyData())
+    with pytest.raises(ValueError, match="gradient_clip is a positive norm or None"):
+        language_model(gradient_clip=0.0)
+
+
+def test_validation_loss_is_the_mean_over_tokens_not_over_batches(tmp_path: Path) -> None:
+    module = language_model(bytes_per_token=1.5)
+    [logged] = trainer(tmp_path).validate(module, ToyData(), verbose=False)
+    sums, tokens = 0.0, 0
+    for each in ToyData().val_dataloader():
+        logits = module.model.eval()(each["inputs"]).flatten(0, 1)
+        sums += float(functional.cross_entropy(logits, each["targets"].flatten(), reduction="sum").detach())
+        tokens += int((each["targets"] != -100).sum())
+    assert tokens == B * T + T
+    assert logged["validation/loss"] == pytest.approx(sums / tokens, rel=1e-6)
+    assert logged["validation/bits_per_byte"] == pytest.approx(sums / tokens / math.log(2) / 1.5, rel=1e-6)
+
+
+def test_bf16_weights_have_an_fp32_loss() -> None:
+    module = language_model().bfloat16()
+    assert module._cross_entropy(batch(0), "mean").dtype == torch.float32
+
+
+def test_a_compiled_model_keeps_the_names_of_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = torch._dynamo.testing.CompileCounter()  # Inductor would take half a minute here
+    monkeypatch.setattr(torch, "compile", lambda function, **_: torch._dynamo.optimize(graphs)(function))
+    plain, compiled = without_dropout(), without_dropout(compile=True)
+    for module in (plain, compiled):
+        trainer(tmp_path, max_steps=2, limit_val_batches=0).fit(module, ToyData())
+    assert graphs.frame_count == 1
+    torch.testing.assert_close(compiled.state_dict(), plain.state_dict())
