@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from filelock import FileLock
 
-from flash_train.training.data.documents import VALIDATION_SHARE, Document
+from flash_train.training.data.documents import BLOCK_BYTES, VALIDATION_SHARE, Document
 from flash_train.training.data.tokenizers import (
     SEPARATOR,
     Tokenizer,
@@ -107,7 +107,7 @@ def _open(folder: Path) -> PreparedText | None:
     try:
         meta = json.loads((folder / META).read_text())
         size = path.stat().st_size
-    except (FileNotFoundError, json.JSONDecodeError):
+    except (FileNotFoundError, ValueError):
         return None
     train, validation, dtype = meta["train_tokens"], meta["validation_tokens"], meta["dtype"]
     if size != (train + validation) * np.dtype(dtype).itemsize:
@@ -164,4 +164,6 @@ def _append(file: BinaryIO, documents: Sequence[Document], tokenizer: Tokenizer,
 
 
 def _count_bytes(tokens: Tokens, tokenizer: Tokenizer) -> int:
-    return int(np.bincount(tokens.array, minlength=tokenizer.vocabulary_size) @ tokenizer.bytes_per_id())
+    sizes = tokenizer.bytes_per_id()
+    # In blocks, for it takes eight bytes for each token.
+    return sum(int(sizes[tokens.array[i : i + BLOCK_BYTES]].sum()) for i in range(0, len(tokens), BLOCK_BYTES))
