@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._autograd import _profiler_enabled
 from torch.profiler import ProfilerActivity, profile, record_function
 
 _MARK = "flash_train.diagnostics/"
@@ -46,7 +47,7 @@ class PeakProbe:
 
     def start(self) -> None:
         """RuntimeError if another profiler is running: there can be one."""
-        if torch.autograd._profiler_enabled():
+        if _profiler_enabled():
             raise RuntimeError("one profiler can run at a time, and another one is running: no CPU peak is measured.")
         sacrifice = torch.empty(1)
         with _without_profiler_chatter():
@@ -67,8 +68,8 @@ class PeakProbe:
     def stop(self) -> CpuPeak:
         """End profiling and return the peaks since `begin`."""
         self.abandon()
-        results = self._profile.profiler.kineto_results  # pyright: ignore[reportOptionalMemberAccess]
-        return _replay(_timeline(results.experimental_event_tree()), self._held)
+        assert self._profile.profiler is not None and self._profile.profiler.kineto_results is not None
+        return _replay(_timeline(self._profile.profiler.kineto_results.experimental_event_tree()), self._held)
 
     def abandon(self) -> None:
         """End profiling without a result."""

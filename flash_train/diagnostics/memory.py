@@ -1,5 +1,6 @@
 """MemoryMonitor: peak memory per window and per phase, in any LightningModule."""
 
+import gc
 import logging
 import math
 from collections.abc import Mapping
@@ -47,20 +48,19 @@ class MemoryMonitor(Monitor):
     numbers = ("allocated", "reserved", *PHASES, "step", "retries")
 
     def __init__(self, *, probe_step: int = 2, phases_every_n_steps: int = 1) -> None:
-        super().__init__()
         if probe_step < 0:
             raise ValueError(f"probe_step counts steps from 0, got {probe_step}: leave it out for the third step.")
         if phases_every_n_steps < 1:
             raise ValueError(f"phases_every_n_steps must be at least 1, got {phases_every_n_steps}: 1 is every step.")
         self._probe_step = probe_step
         self._phases_every = phases_every_n_steps
-        self._device = torch.device("cpu")
-        self._start_over()
+        super().__init__()
 
     def _start_over(self) -> None:
-        self._failed = False
-        self._reported = -1
+        super()._start_over()
+        self._device = torch.device("cpu")
         self._meter: Meter | None = None
+        self._source = "allocator"
         self._in_step = False
         self._outside_resets = 0
         self._highest: dict[str, int] = {}
@@ -72,7 +72,7 @@ class MemoryMonitor(Monitor):
             phases["step"] = self._highest["step"]
         return {
             "device": self._device.type,
-            "source": "profiler" if self._device.type == "cpu" else "allocator",
+            "source": self._source,
             "peak_allocated_bytes": self._highest.get("allocated"),
             "peak_reserved_bytes": self._highest.get("reserved"),
             "phases": phases,
@@ -86,21 +86,26 @@ class MemoryMonitor(Monitor):
 
     # Beginning and end
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._start_over()
-
     @never_raises
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._device = trainer.strategy.root_device
+        # What an earlier run left behind would count as this run's: tensors in cycles, and cached blocks.
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        self._meter = self._choose_meter(trainer)
+        self._source = "allocator" if self._meter is None else self._meter.source
+
+    def _choose_meter(self, trainer: Trainer) -> Meter | None:
         if self._device.type == "cpu":
-            first = step_of(trainer)
-            left = _steps_left(trainer)
+            first, left = step_of(trainer), _steps_left(trainer)
             measured = self._probe_step if left is None else max(min(self._probe_step, left - 1), 0)
-            self._meter = ProfilerMeter(first + measured, first_step=first)
-        elif (ledger := ledger_of(self._device)) is not None:
-            self._meter = AllocatorMeter(ledger, self._device)
-        else:
+            return ProfilerMeter(first + measured, first_step=first)
+        ledger = ledger_of(self._device)
+        if ledger is None:
             logger.warning("torch keeps no peak memory on %r devices: none is measured.", self._device.type)
+            return None
+        return AllocatorMeter(ledger, phases_every=self._phases_every)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._report_rest(trainer)
@@ -109,15 +114,12 @@ class MemoryMonitor(Monitor):
         # Above all out of memory: the peak that led to it. Other ranks may be gone, so it is this rank's alone.
         numbers = self._guarded_collect(trainer, final=True) or {}
         self._guarded_combine({name: [float(value)] for name, value in numbers.items()})
+        super().on_exception(trainer, pl_module, exception)
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._close()
-        self._meter = None
-
-    @never_raises
-    def _close(self) -> None:
-        if self._meter is not None:
-            self._meter.close()
+    def _release(self) -> None:
+        meter, self._meter = self._meter, None
+        if meter is not None:
+            meter.close()
 
     # Phases
 
@@ -128,20 +130,20 @@ class MemoryMonitor(Monitor):
         if not self._in_step:
             self._in_step = True
             self._meter.step_begins(step_of(trainer), lambda: _held(trainer, pl_module, batch))
-        self._enter(trainer, "forward" if pl_module.automatic_optimization else "step")
+        self._enter("forward" if pl_module.automatic_optimization else "step")
 
     @never_raises
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         if pl_module.automatic_optimization:
-            self._enter(trainer, "backward")
+            self._enter("backward")
 
     @never_raises
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         if pl_module.automatic_optimization:
-            self._enter(trainer, "optimizer")
+            self._enter("optimizer")
 
-    def _enter(self, trainer: Trainer, phase: str) -> None:
-        if self._meter is not None and (self._device.type == "cpu" or step_of(trainer) % self._phases_every == 0):
+    def _enter(self, phase: str) -> None:
+        if self._meter is not None:
             self._meter.enter(phase)
 
     def on_train_batch_end(

@@ -1,11 +1,8 @@
 """Two ways to measure peaks by phase: an accelerator's allocator keeps a mark, a CPU's does not."""
 
-import gc
 import logging
 from collections.abc import Callable
 from typing import Any, Protocol
-
-import torch
 
 from flash_train.diagnostics.cpu_peak import PeakProbe
 from flash_train.diagnostics.ledger import PeakLedger, Scope
@@ -60,11 +57,10 @@ class AllocatorMeter:
 
     source = "allocator"
 
-    def __init__(self, ledger: PeakLedger, device: torch.device) -> None:
-        # What an earlier run left behind would count as this run's: tensors in cycles, and cached blocks.
-        gc.collect()
-        getattr(torch, device.type).empty_cache()
+    def __init__(self, ledger: PeakLedger, *, phases_every: int = 1) -> None:
         self._ledger = ledger
+        self._phases_every = phases_every
+        self._follows = True
         self._retries = ledger.fold().retries
         self._resets_before = ledger.outside_resets
         self._window = ledger.open("window")
@@ -77,6 +73,8 @@ class AllocatorMeter:
         return self._ledger.outside_resets - self._resets_before
 
     def enter(self, phase: str) -> None:
+        if not self._follows:
+            return
         ended = self._phase
         self._phase = self._ledger.open(phase, closing=ended)
         self._keep(ended)
@@ -91,10 +89,10 @@ class AllocatorMeter:
             self._phases[ended.name] = max(self._phases.get(ended.name, 0), ended.allocated)
 
     def step_begins(self, step: int, held: Callable[[], list[Any]]) -> None:
-        pass
+        self._follows = step % self._phases_every == 0
 
     def step_ends(self, step: int) -> None:
-        pass
+        self._follows = True
 
     def validation_batch_begins(self, held: Callable[[], list[Any]]) -> None:
         if self._phase is None:
@@ -128,7 +126,6 @@ class ProfilerMeter:
     source = "profiler"
 
     def __init__(self, measured_step: int, *, first_step: int) -> None:
-        gc.collect()
         self.steps = range(max(measured_step - 1, first_step), measured_step + 1)
         self._probe: PeakProbe | None = None
         self._measured = ""  # "step" or "validation" while one is

@@ -1,5 +1,6 @@
 """What the two monitors share: they never disturb training, and report once per log step, for all ranks."""
 
+import contextlib
 import functools
 import logging
 import math
@@ -28,6 +29,8 @@ def never_raises(hook: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M
             return hook(self, *args, **kwargs)
         except Exception:
             self._failed = True
+            with contextlib.suppress(Exception):
+                self._release()
             logger.exception("%s stopped measuring after this error; training goes on.", type(self).__name__)
             return None
 
@@ -57,8 +60,19 @@ class Monitor(Callback, ABC):
     """What each rank contributes."""
 
     def __init__(self) -> None:
+        self._start_over()
+
+    def _start_over(self) -> None:
+        """Forget the run before."""
         self._failed = False
         self._reported = -1
+        self._logged: frozenset[str] = frozenset()
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._start_over()
+
+    def _release(self) -> None:
+        """Let go of what the process has only one of; also after a failure, when it may be half there."""
 
     @abstractmethod
     def _collect(self, trainer: Trainer, *, final: bool) -> Mapping[str, float]:
@@ -70,21 +84,23 @@ class Monitor(Callback, ABC):
 
     def _report(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """At the end of a step: log through Lightning, in the same call and under the same number as its own keys."""
-        every = trainer.log_every_n_steps
+        every = _log_every(trainer)
         if not every or (step_of(trainer) + 1) % every or not step_is_complete(trainer):
             return
         numbers = self._exchange(trainer, final=False)
         if _any_known(numbers):
             self._reported = step_of(trainer)
-            self._log(trainer, pl_module, self._guarded_combine(numbers) or {})
+            metrics = self._guarded_combine(numbers) or {}
+            self._logged = frozenset(metrics)
+            self._log(trainer, pl_module, metrics)
 
     def _report_rest(self, trainer: Trainer) -> None:
-        """At the end of training: what no log step has reported, under the number of the last step."""
+        """At the end of training: what came after the last report, under the number of the last step."""
         last = step_of(trainer) - 1
-        if last < 0 or self._reported == last:
-            return
-        metrics = self._guarded_combine(self._exchange(trainer, final=True))
-        if metrics and trainer.log_every_n_steps:
+        metrics = self._guarded_combine(self._exchange(trainer, final=True)) or {}
+        if self._reported == last:
+            metrics = {name: value for name, value in metrics.items() if name not in self._logged}
+        if metrics and _log_every(trainer) and last >= 0:
             for each in trainer.loggers:
                 each.log_metrics(metrics, step=last)
 
@@ -96,6 +112,13 @@ class Monitor(Callback, ABC):
             mine = torch.tensor(values, dtype=torch.float64, device=trainer.strategy.root_device)
             ranks = trainer.strategy.all_gather(mine).tolist()
         return {name: [rank[i] for rank in ranks] for i, name in enumerate(self.numbers)}
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        with contextlib.suppress(Exception):
+            self._release()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self.teardown(trainer, pl_module, "fit")
 
     @never_raises
     def _guarded_collect(self, trainer: Trainer, *, final: bool) -> Mapping[str, float]:
@@ -121,3 +144,7 @@ def highest(values: list[float]) -> float | None:
 
 def _any_known(numbers: Mapping[str, list[float]]) -> bool:
     return any(highest(values) is not None for values in numbers.values())
+
+
+def _log_every(trainer: Trainer) -> int:
+    return trainer.log_every_n_steps  # pyright: ignore[reportAttributeAccessIssue]

@@ -91,17 +91,15 @@ class SpeedMonitor(Monitor):
         tokens_in_batch: Callable[[Any], int] | None = None,
         device_peak_flops: float | None = None,
     ) -> None:
-        super().__init__()
         if warmup_steps < 0:
             raise ValueError(f"warmup_steps must be at least 0, got {warmup_steps}: 0 counts every step.")
         self._warmup_steps = warmup_steps
         self._tokens_in = tokens_in_batch or tokens_in
         self._given_peak = device_peak_flops
-        self._start_over()
+        super().__init__()
 
     def _start_over(self) -> None:
-        self._failed = False
-        self._reported = -1
+        super()._start_over()
         self._device = torch.device("cpu")
         self._peak = self._given_peak
         self._pending: deque[_Step] = deque()
@@ -113,7 +111,7 @@ class SpeedMonitor(Monitor):
         self._last_end: tuple[Moment, float, Any] | None = None
         self._waited = 0.0
         self._fetch_began = 0.0
-        self._times_fetches = False
+        self._watched: Any = None
         self._flops_per_token: float | None = None
 
     def result(self) -> dict[str, float | None]:
@@ -122,9 +120,6 @@ class SpeedMonitor(Monitor):
         return {name: statistics.median(values) if values else None for name, values in known.items()}
 
     # Beginning and end
-
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._start_over()
 
     @never_raises
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -139,14 +134,9 @@ class SpeedMonitor(Monitor):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._report_rest(trainer)
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if self._times_fetches:
-            self._times_fetches = False
-            del trainer.fit_loop.epoch_loop._on_before_fetch, trainer.fit_loop.epoch_loop._on_after_fetch
-
     def _watch_fetches(self, trainer: Trainer) -> None:
         """Time the training loop's calls of the data loader, around its own profiling of them."""
-        loop = trainer.fit_loop.epoch_loop
+        loop = self._watched = trainer.fit_loop.epoch_loop
         before, after = loop._on_before_fetch, loop._on_after_fetch
 
         def began() -> None:
@@ -158,7 +148,11 @@ class SpeedMonitor(Monitor):
             after()
 
         loop._on_before_fetch, loop._on_after_fetch = began, ended
-        self._times_fetches = True
+
+    def _release(self) -> None:
+        watched, self._watched = self._watched, None
+        if watched is not None:
+            del watched._on_before_fetch, watched._on_after_fetch
 
     # What does not count
 
@@ -232,10 +226,11 @@ class SpeedMonitor(Monitor):
             self._pending[-1].end.wait()
         self._settle()
         window, self._window = self._window, _Window()
-        if not window.step_seconds:
+        few = 3 if final and self._windows else 1  # the last steps, still in flight at the last report, are no window
+        if len(window.step_seconds) < few:
             return {}
         numbers = {"step_ms": statistics.median(window.step_seconds) * 1e3}
-        if self._times_fetches:
+        if self._watched is not None:
             numbers["data_wait_percent"] = 100 * window.waited / window.host_seconds
         if window.tokens:
             numbers["tokens_per_second"] = window.tokens / window.seconds
