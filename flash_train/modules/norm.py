@@ -6,7 +6,7 @@ from flash_train.modules.checks import check_choice
 
 NORMS = ("layer", "rms")
 
-# Stated, because nn.RMSNorm's default is the machine epsilon of the input: 7.8e-3 in bfloat16, which changes the model.
+# nn.LayerNorm's default, and Llama's; stated, because nn.RMSNorm's default follows the dtype.
 EPSILON = 1e-5
 
 Norm = nn.LayerNorm | nn.RMSNorm
