@@ -1,5 +1,6 @@
 """Checkpoints from which a run continues exactly, bit for bit on a CPU."""
 
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +11,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
 from lightning.pytorch.loggers import WandbLogger
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 
 from flash_train.training.random_state import (
     generator_states,
@@ -22,6 +23,8 @@ from flash_train.training.resume import checkpoint_files
 from flash_train.training.signals import DeferredSignals
 
 __all__ = ["AtomicCheckpointIO", "Checkpoint"]
+
+log = logging.getLogger(__name__)
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -122,9 +125,9 @@ class Checkpoint(LightningCheckpoint):
             self._save(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Validation changes nothing that is saved, so it can be left at any time.
-        self._signals.deliver()
-        self._signals.release()
+        if not self._inside_step:  # validation changes nothing that is saved, so it can be left at any time
+            self._signals.deliver()
+            self._signals.release()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking and trainer.world_size == 1:
@@ -171,7 +174,7 @@ class Checkpoint(LightningCheckpoint):
             for old in checkpoint_files(self.dirpath)[self.keep :]:
                 old.unlink(missing_ok=True)
         if self._signals.received is not None:
-            rank_zero_info(f"Wrote {path}")
+            log.warning(f"Wrote {path}, from which resume_from continues.")
 
 
 def _is_last_step(trainer: Trainer) -> bool:

@@ -129,9 +129,9 @@ class LanguageModel(LightningModule):
     def on_validation_epoch_end(self) -> None:
         loss_sum, tokens = cast(Tensor, self.trainer.strategy.reduce(self._validation, reduce_op="sum"))
         loss = loss_sum / tokens
-        self.log("validation/loss", loss)
+        self.log("validation/loss", loss, sync_dist=True)  # already reduced, which Lightning cannot see
         if self.bytes_per_token is not None:
-            self.log("validation/bits_per_byte", loss / math.log(2.0) / self.bytes_per_token)
+            self.log("validation/bits_per_byte", loss / math.log(2.0) / self.bytes_per_token, sync_dist=True)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["run_config"] = self.run_config

@@ -1,12 +1,13 @@
 """Signals that wait for the end of a step, since a model that is half updated cannot be saved."""
 
+import logging
 import signal
 import threading
 from types import FrameType
 
-from lightning.pytorch.utilities import rank_zero_info
-
 __all__ = ["DeferredSignals"]
+
+log = logging.getLogger(__name__)
 
 
 class DeferredSignals:
@@ -41,7 +42,7 @@ class DeferredSignals:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.received is None:
             self.received = number
-            rank_zero_info(
+            log.warning(
                 f"{signal.Signals(number).name}: finishing this step for a last checkpoint; again ends at once."
             )
         else:

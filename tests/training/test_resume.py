@@ -68,14 +68,24 @@ def ctrl_c() -> None:
     signal.raise_signal(signal.SIGINT)
 
 
-@pytest.mark.parametrize("hook", ["on_before_backward", "on_before_zero_grad", "on_validation_batch_start"])
-def test_ctrl_c_saves_a_whole_step_from_which_the_run_continues_exactly(tmp_path: Path, hook: str) -> None:
+@pytest.mark.parametrize(
+    ("hook", "step", "saved"),
+    [
+        ("on_before_backward", 3, 4),
+        ("on_before_zero_grad", 3, 4),
+        ("on_validation_batch_start", 3, 3),
+        ("on_validation_batch_start", 1, 2),  # after the third batch, in the middle of the second step
+    ],
+)
+def test_ctrl_c_saves_a_whole_step_from_which_the_run_continues_exactly(
+    tmp_path: Path, hook: str, step: int, saved: int
+) -> None:
     whole = fit(tmp_path / "whole", max_steps=10, accumulate_grad_batches=2)
     log = RecordingLogger()
     with pytest.raises(SystemExit):
-        fit(tmp_path / "parts", Trip(hook, 3, ctrl_c), max_steps=10, accumulate_grad_batches=2, logger=log)
+        fit(tmp_path / "parts", Trip(hook, step, ctrl_c), max_steps=10, accumulate_grad_batches=2, logger=log)
     stopped = find_checkpoint(tmp_path / "parts")
-    assert read_header(stopped).step == (3 if hook == "on_validation_batch_start" else 4)
+    assert read_header(stopped).step == saved
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     parts = fit(tmp_path / "parts", ckpt_path=stopped, max_steps=10, accumulate_grad_batches=2, logger=log)
     assert parts.curve() == whole.curve()
