@@ -96,6 +96,10 @@ class Summary(Callback):
         if stage == "fit" and trainer.is_global_zero and trainer.global_step > self._first_step:
             get_console().print(self._table(trainer))
 
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if isinstance(exception, KeyboardInterrupt):  # then Lightning calls no teardown
+            self.teardown(trainer, pl_module, "fit")
+
     def _table(self, trainer: Trainer) -> Table:
         table = Table(title="Summary", show_header=False)
         steps = f"{trainer.global_step:,}"
