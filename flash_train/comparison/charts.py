@@ -15,7 +15,7 @@ from flash_train.comparison.plan import REFERENCE, REORDERED
 from flash_train.comparison.results import Cell, Row
 from flash_train.comparison.text import human_bytes, human_count
 
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "font.size": 10.5,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -95,7 +95,7 @@ def speed_chart(cells: Sequence[Cell], *, setting: str) -> Figure:
     with _figure(f"Training speed, by sequence length\n{setting}") as (figure, axes):
         for arm, look in _looks(cells).items():
             own = [cell for cell in cells if cell.arm == arm and cell.tokens_per_second is not None]
-            points = [(cell.length, cell.tokens_per_second) for cell in own]
+            points = [(cell.length, cell.tokens_per_second or 0) for cell in own]
             axes.plot(*_columns(points), **look.line(), **look.points(), label=arm)
             for cell in own:
                 axes.vlines(cell.length, cell.slowest or 0, cell.fastest or 0, color=look.colour, lw=5, alpha=0.4)
@@ -187,7 +187,7 @@ def _looks(items: Iterable[Cell | Row]) -> dict[str, Look]:
     return {arm: _LOOKS.get(arm) or next(spare) for arm in arms}
 
 
-def _columns(points: Sequence[tuple[float, float | None]]) -> tuple[list[float], list[float | None]]:
+def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
     return [x for x, _ in points], [y for _, y in points]
 
 

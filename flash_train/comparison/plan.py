@@ -1,9 +1,7 @@
-"""Which runs a comparison consists of, in which order, and the command line of each."""
+"""Which runs a comparison consists of, and in which order."""
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 REFERENCE = "naive"
 REORDERED = "naive_reversed"
@@ -89,30 +87,12 @@ def rows_per_micro_batch(length: int, *, batch_size: int, micro_batch_tokens: in
     return micro_batch_tokens // length
 
 
-def check_batch_tokens(batch_tokens: int | None, *, rows: int, length: int) -> None:
+def check_batch_tokens(batch_tokens: int | None, *, rows: int, length: int, devices: int) -> None:
     """Raise ValueError unless a global batch of `batch_tokens` is a whole number of micro-batches at this length."""
-    if batch_tokens is not None and batch_tokens % (rows * length):
+    at_once = rows * length * devices
+    if batch_tokens is not None and batch_tokens % at_once:
         raise ValueError(
-            f"batch_tokens must be a multiple of the micro-batch, got {batch_tokens} for {rows} rows of T={length} "
-            f"({rows * length} tokens); set batch_tokens=null for one micro-batch a step, or choose micro_batch_tokens"
+            f"batch_tokens must be a multiple of the micro-batch at every length, got {batch_tokens} for "
+            f"{at_once} tokens ({rows} rows of T={length} on {devices} devices); give micro_batch_tokens, or "
+            "batch_tokens=null"
         )
-
-
-def quoted(value: object) -> str:
-    """`value` as a quoted string of Hydra's override grammar, so that a path may hold blanks, commas or '='."""
-    text = str(value).replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{text}'"
-
-
-def child_command(run: Run, folder: Path, *, overrides: Sequence[str], settings: Sequence[str]) -> list[str]:
-    """`flash-train` for one run: the user's overrides first, so that what the comparison fixes has the last word."""
-    return [
-        sys.executable,
-        "-m",
-        "flash_train.commands.train",
-        *overrides,
-        f"attention={run.arm}",
-        f"data.sequence_length={run.length}",
-        *settings,
-        f"hydra.run.dir={quoted(folder)}",
-    ]

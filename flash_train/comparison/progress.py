@@ -45,7 +45,7 @@ class Display:
         self._bar.refresh()
 
     def ended(self, line: str) -> None:
-        self._bar.console.print(line, markup=False, highlight=False)
+        self._bar.console.print(line, markup=False)
         self._bar.advance(self._task)
         self._bar.refresh()
 

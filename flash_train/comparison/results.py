@@ -1,6 +1,7 @@
 """What the runs measured, as rows: from the children's result.json to results.json and results.csv."""
 
 import csv
+import hashlib
 import json
 import math
 from collections.abc import Iterable, Sequence
@@ -14,11 +15,11 @@ from flash_train.comparison.plan import Run
 PHASES = ("forward", "backward", "optimizer", "validation")
 
 # What an implementation may turn into and still be itself, by device; every other name stands for itself alone.
-_SAME_METHOD = {
+_SAME_METHOD: dict[tuple[str, str | None], tuple[str, ...]] = {
     ("flash", "cuda"): ("hopper", "triton"),
     ("flash", "cpu"): ("tiled",),
-    ("sdpa", "cuda"): ("sdpa", "sdpa_flash"),
-    ("sdpa", "cpu"): ("sdpa", "sdpa_flash"),
+    ("sdpa", "cuda"): ("sdpa_flash",),
+    ("sdpa", "cpu"): ("sdpa_flash",),
 }
 
 
@@ -50,8 +51,9 @@ class Row:
     mfu_percent: float | None
     data_wait_percent: float | None
     parameters: int | None
+    commit: str | None
     initial_weights_sha256: str | None
-    data: dict[str, Any] | None
+    data_sha256: str | None
     seconds: float
     loss_curve: tuple[tuple[int, float], ...]
     folder: str
@@ -64,11 +66,13 @@ class Row:
 def row_from_result(run: Run, result: dict[str, Any], *, seconds: float, folder: str) -> Row:
     """The row of a run whose child left `result` (the schema of flash-train's result.json)."""
     memory, speed = result.get("memory") or {}, result.get("speed") or {}
+    device = (result.get("device") or "").partition(":")[0] or None
     phases, attention = memory.get("phases") or {}, result.get("attention") or {}
     status, error = result["status"], result.get("error")
     if status == "interrupted":
         status, error = "failed", error or "interrupted"
-    invalid = substitution(run.arm, memory.get("device"), attention) if status == "ok" else None
+    rewritten = result.get("rewritten_by_compiler") or 0
+    invalid = substitution(run.arm, device, attention, rewritten) if status == "ok" else None
     return Row(
         arm=run.arm,
         length=run.length,
@@ -77,7 +81,7 @@ def row_from_result(run: Run, result: dict[str, Any], *, seconds: float, folder:
         status="invalid" if invalid else status,
         error=invalid or error,
         ran=attention.get("ran"),
-        device=memory.get("device"),
+        device=device,
         peak_allocated_bytes=memory.get("peak_allocated_bytes"),
         peak_reserved_bytes=memory.get("peak_reserved_bytes"),
         forward_peak_allocated_bytes=phases.get("forward"),
@@ -90,22 +94,33 @@ def row_from_result(run: Run, result: dict[str, Any], *, seconds: float, folder:
         mfu_percent=speed.get("mfu_percent"),
         data_wait_percent=speed.get("data_wait_percent"),
         parameters=result.get("parameters"),
+        commit=(result.get("environment") or {}).get("git_commit"),
         initial_weights_sha256=result.get("initial_weights_sha256"),
-        data=result.get("data"),
+        data_sha256=_sha256(result.get("data")),
         seconds=seconds,
         loss_curve=tuple((int(step), float(loss)) for step, loss in result.get("loss_curve") or ()),
         folder=folder,
     )
 
 
-def substitution(asked: str, device: str | None, attention: dict[str, Any]) -> str | None:
-    """Why a run is no measurement of `asked`: something else ran, or the compiler rewrote it; None if it is one."""
-    ran, fused = attention.get("ran"), attention.get("fused_by_compiler")
+def _sha256(provenance: dict[str, Any] | None) -> str | None:
+    """One hash of all that a data module says about where its tokens come from and which batches come first."""
+    if provenance is None:
+        return None
+    return hashlib.sha256(json.dumps(provenance, sort_keys=True).encode()).hexdigest()
+
+
+def substitution(asked: str, device: str | None, attention: dict[str, Any], rewritten: int) -> str | None:
+    """Why a run is no measurement of `asked`: something else ran, or the compiler rewrote it; None if it is one.
+
+    `attention` is result.json's record of what ran; `rewritten` counts the attentions that Inductor made SDPA of.
+    """
+    ran = attention.get("ran")
     if ran is not None and ran not in _SAME_METHOD.get((asked, device), (asked,)):
         reason = attention.get("reason")
         return f"{asked} was asked for and {ran} ran" + (f": {reason}" if reason else "")
-    if fused:
-        return f"the compiler rewrote the attention into SDPA in {fused} places"
+    if rewritten:
+        return f"the compiler rewrote the attention into SDPA in {rewritten} places"
     return None
 
 
@@ -116,7 +131,7 @@ def unequal_starts(rows: Iterable[Row]) -> list[str]:
     for row in rows:
         by_length.setdefault(row.length, []).append(row)
     for length, group in sorted(by_length.items()):
-        for what, attribute in (("initial weights", "initial_weights_sha256"), ("data", "data")):
+        for what, attribute in (("initial weights", "initial_weights_sha256"), ("data", "data_sha256")):
             known = [row for row in group if getattr(row, attribute) is not None]
             other = next((row for row in known if getattr(row, attribute) != getattr(known[0], attribute)), None)
             if other is not None:
@@ -179,8 +194,8 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
 
 
 def write_csv(path: Path, rows: Iterable[Row]) -> None:
-    """Write one line per row; the loss curve and the data's provenance stay in results.json."""
-    names = [field.name for field in fields(Row) if field.name not in ("loss_curve", "data")] + ["last_loss"]
+    """Write one line per row; the loss curve stays in results.json."""
+    names = [field.name for field in fields(Row) if field.name != "loss_curve"] + ["last_loss"]
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, names, extrasaction="ignore", lineterminator="\n")
         writer.writeheader()

@@ -49,6 +49,9 @@ def conclude(rows: Sequence[Row], cells: Sequence[Cell], agreements: Sequence[Ag
     problems = unequal_starts(rows) + [f"{row.name} {row.status}: {row.error}" for row in rows if _unusable(row)]
     exponents = {arm: _exponent(cells, arm) for arm in arms}
     notes = [_judgement(one) for one in agreements] + _other_arms(cells, arms, reference, subject)
+    commits = sorted({row.commit for row in rows if row.commit})
+    if len(commits) > 1:
+        notes.append(f"The runs were made at different commits: {', '.join(commits)}.")
     grown = [f"{arm} as T^{exponent:.1f}" for arm, exponent in exponents.items() if exponent is not None]
     if grown:
         notes.append(f"Beyond a fixed part, peak memory grew: {', '.join(grown)}.")

@@ -1,0 +1,98 @@
+"""One comparison from the first child to the last line: run, read, judge."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+
+from flash_train.comparison.agreement import judge
+from flash_train.comparison.children import Children
+from flash_train.comparison.plan import Run, plan_runs
+from flash_train.comparison.progress import Display, Remaining, display
+from flash_train.comparison.results import Cell, Row, cells, row_from_result
+from flash_train.comparison.runner import Job, Outcome, run_job
+from flash_train.comparison.text import human_bytes, human_count, human_seconds
+from flash_train.comparison.verdict import Verdict, conclude
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """What a comparison found. `environment` and `data` (its provenance) are those of the first run that tells."""
+
+    rows: tuple[Row, ...]
+    cells: tuple[Cell, ...]
+    verdict: Verdict
+    environment: Mapping[str, Any]
+    data: Mapping[str, Any]
+
+
+def conduct(children: Children, console: Console) -> Comparison:
+    """Run what has not finished yet, one process after the other, and judge the whole.
+
+    Raises ValueError, before the first run, for lengths and batches that do not fit.
+    """
+    settings = children.settings
+    runs = plan_runs(settings.arms, settings.lengths, repeats=settings.repeats, judged=settings.judged_lengths)
+    jobs = [children.training_job(run) for run in runs]
+    check = children.gradient_job() if settings.judged_lengths else None
+    gradients: dict[int, dict[str, float]] = {}
+    with display(console, total=len(jobs) + (check is not None)) as bar:
+        rows, told = _train(runs, jobs, bar)
+        if check is not None and any(row.status == "ok" for row in rows):
+            gradients = _check_gradients(check, bar)
+    found = cells(rows)
+    agreements = judge(rows, arms=settings.arms, lengths=settings.judged_lengths, gradients=gradients)
+    return Comparison(
+        rows=tuple(rows),
+        cells=tuple(found),
+        verdict=conclude(rows, found, agreements),
+        environment=told.get("environment") or {},
+        data=told.get("data") or {},
+    )
+
+
+def _train(runs: Sequence[Run], jobs: Sequence[Job], bar: Display) -> tuple[list[Row], dict[str, Any]]:
+    """The rows of the runs, and the first result that says where it was made.
+
+    When every run of the shortest length fails, the rest is not tried: what is wrong is wrong with all of them.
+    """
+    rows: list[Row] = []
+    told: dict[str, Any] = {}
+    remaining = Remaining()
+    for index, (run, job) in enumerate(zip(runs, jobs, strict=True)):
+        if run.length > runs[0].length and all(row.status == "failed" for row in rows):
+            break
+        bar.running(str(run), left=remaining.seconds([later.length for later in runs[index:]]))
+        outcome = run_job(job, tick=bar.tick)
+        if not outcome.reused:
+            remaining.saw(run.length, outcome.seconds)
+        rows.append(row_from_result(run, outcome.result, seconds=outcome.seconds, folder=job.folder.name))
+        told = told if told.get("environment") else outcome.result
+        bar.ended(_line(rows[-1], outcome))
+    return rows, told
+
+
+def _check_gradients(job: Job, bar: Display) -> dict[int, dict[str, float]]:
+    bar.running(job.name, left=None)
+    outcome = run_job(job, tick=bar.tick)
+    errors = {int(length): error for length, error in (outcome.result.get("gradient_errors") or {}).items()}
+    ended = "ready" if errors else f"{outcome.result['status']}: {outcome.result.get('error')}"
+    bar.ended(f"{job.name}: {ended}{_took(outcome)}")
+    return errors
+
+
+def _line(row: Row, outcome: Outcome) -> str:
+    """One line about a run that ended."""
+    if row.status != "ok":
+        what = "ran out of memory" if row.status == "oom" else f"{row.status}: {row.error}"
+    else:
+        loss = f"loss {row.loss_curve[-1][1]:.4f}" if row.loss_curve else "no loss"
+        peak = human_bytes(row.peak_allocated_bytes) if row.peak_allocated_bytes else "no peak"
+        speed = f"{human_count(row.tokens_per_second)} tokens/s" if row.tokens_per_second else "no speed"
+        what = f"{peak}, {speed}, {loss}"
+    return f"{row.name}: {what}{_took(outcome)}"
+
+
+def _took(outcome: Outcome) -> str:
+    return " (ran before)" if outcome.reused else f" ({human_seconds(outcome.seconds)})"

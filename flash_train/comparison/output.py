@@ -1,0 +1,121 @@
+"""The files of a comparison: results.json, results.csv, the charts and report.html."""
+
+import os
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from flash_train.comparison.charts import loss_chart, memory_chart, save_charts, speed_chart
+from flash_train.comparison.children import Children
+from flash_train.comparison.conduct import Comparison
+from flash_train.comparison.report import report_html
+from flash_train.comparison.results import Row, write_csv, write_json
+from flash_train.comparison.table import terminal_table
+from flash_train.comparison.text import human_count
+
+CHARTS = {
+    "memory": "Peak allocated memory by sequence length",
+    "speed": "Training tokens per second by sequence length",
+    "loss": "Loss curves, and their distance from naive",
+}
+_VERSIONS = ("flash_train", "torch", "triton", "lightning", "python", "cuda")
+
+
+def write_files(comparison: Comparison, children: Children, *, command: Sequence[str]) -> list[Path]:
+    """Write everything into the comparison's folder; numbers first, so that no chart can lose them. The files."""
+    folder, line = children.folder, shlex.join(command)
+    documents = [folder / "results.json", folder / "results.csv", folder / "report.html"]
+    write_json(documents[0], _document(comparison, children, line))
+    write_csv(documents[1], comparison.rows)
+    setting = describe_setting(comparison, children)
+    _draw(comparison, children, setting)
+    page = report_html(
+        title=f"Attention compared: {children.config['name']}",
+        setting=setting,
+        verdict=comparison.verdict,
+        cells=comparison.cells,
+        rows=comparison.rows,
+        charts={caption: folder / f"{name}.svg" for name, caption in CHARTS.items()},
+        facts=comparison.environment,
+        command=line,
+    )
+    documents[2].write_text(page)
+    return [*documents, *(folder / f"{name}.{kind}" for name in CHARTS for kind in ("png", "svg"))]
+
+
+def print_summary(comparison: Comparison, files: Sequence[Path], console: Console) -> None:
+    """The end of the command: the table, the verdict, what a reader must know, and where the files are."""
+    console.print(terminal_table(comparison.cells))
+    for sentence in (comparison.verdict.sentence, *comparison.verdict.problems):
+        console.print(sentence, markup=False)
+    console.print(f"\n{files[0].parent}: {', '.join(file.name for file in files)}", markup=False)
+
+
+def describe_setting(comparison: Comparison, children: Children) -> str:
+    """One line that says what was measured: model, precision, batch and device."""
+    config, settings = children.config, children.settings
+    parameters = next((row.parameters for row in comparison.rows if row.parameters), None)
+    size = [f"{human_count(parameters)} parameters"] if parameters else []
+    tokens = settings.micro_batch_tokens
+    batch = f"{tokens:,} tokens" if tokens else f"{config['data']['batch_size']} rows"
+    parts = [config["name"], *size, config["precision"]["lightning"], f"{batch} a micro-batch"]
+    return f"{', '.join(parts)}; {_device(comparison)}"
+
+
+def _device(comparison: Comparison) -> str:
+    environment = comparison.environment
+    name = environment.get("device_name") or "unknown device"
+    on_cpu = any(row.device == "cpu" for row in comparison.rows)
+    return f"CPU ({name}, {environment.get('threads')} threads)" if on_cpu else name
+
+
+def _memory_of_this_machine() -> int:
+    """Bytes: what a run on the CPU has."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _document(comparison: Comparison, children: Children, command: str) -> dict[str, Any]:
+    environment = comparison.environment
+    measured = [row for row in comparison.rows if row.measured]
+    return {
+        "verdict": comparison.verdict.as_dict(),
+        "setting": describe_setting(comparison, children),
+        "command": command,
+        "commit": environment.get("git_commit"),
+        "versions": {name: environment.get(name) for name in _VERSIONS},
+        "environment": environment,
+        "data": comparison.data,
+        "config": children.config,
+        "rows": [_plain_row(row) for row in measured],
+        "floor_rows": [_plain_row(row) for row in comparison.rows if not row.measured],
+    }
+
+
+def _plain_row(row: Row) -> dict[str, Any]:
+    plain = asdict(row)
+    del plain["measured"]
+    return plain
+
+
+def _draw(comparison: Comparison, children: Children, setting: str) -> None:
+    floors = {one.length: one.loss_floor for one in comparison.verdict.agreements}
+    charts = {
+        "memory": memory_chart(
+            comparison.cells,
+            setting=setting,
+            device_memory=comparison.environment.get("total_memory_bytes") or _memory_of_this_machine(),
+            exponents=comparison.verdict.growth_exponents,
+        ),
+        "speed": speed_chart(comparison.cells, setting=setting),
+        "loss": loss_chart(
+            comparison.rows,
+            setting=setting,
+            lengths=children.settings.judged_lengths or children.settings.lengths[:1],
+            floors=floors,
+        ),
+    }
+    save_charts(children.folder, charts)

@@ -1,0 +1,115 @@
+"""The comparison in wandb: one run that holds its table, charts and files. The arms are runs of their own."""
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from flash_train.comparison import table
+from flash_train.comparison.children import Children
+from flash_train.comparison.conduct import Comparison
+from flash_train.comparison.results import Cell
+
+_GIB = 2**30
+_LENGTH = "comparison/sequence_length"
+
+
+def why_unusable() -> str | None:
+    """Why wandb cannot be imported here; None if it can."""
+    try:
+        import wandb  # noqa: F401
+    except Exception as error:  # a broken installation raises anything
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def try_to_log(comparison: Comparison, children: Children, files: Sequence[Path], console: Console) -> None:
+    """`log_comparison`, or one line that says why not: whatever wandb does, the results are there already."""
+    try:
+        log_comparison(comparison, children, files)
+    except Exception as error:
+        console.print(f"wandb failed ({type(error).__name__}: {error}); no result depends on it", markup=False)
+
+
+def log_comparison(comparison: Comparison, children: Children, files: Sequence[Path]) -> None:
+    """Log one run with `job_type=comparison` into the group of the arms' runs: table, line charts, pictures, files.
+
+    Offline (the default of loggers.wandb) it lies in the comparison's folder and needs no login. Every metric is
+    defined by its exact name: a pattern would compete with the one that Lightning's logger defines.
+    """
+    import wandb
+
+    logger = children.config["loggers"]["wandb"]
+    run = wandb.init(
+        dir=children.folder,
+        project=logger.get("project"),
+        entity=logger.get("entity"),
+        group=children.group(),
+        job_type="comparison",
+        id=children.group(),
+        name=f"{children.group()} comparison",
+        mode="offline" if logger.get("offline") else "online",
+        config=dict(children.config),
+        settings=wandb.Settings(silent=True, x_disable_stats=True),
+    )
+    with run:
+        _log_curves(run, comparison.cells)
+        lines = wandb.Table(columns=[*table.columns(comparison.cells)], data=table.body(comparison.cells))
+        pictures = {f"comparison/{file.stem}_chart": wandb.Image(str(file)) for file in files if file.suffix == ".png"}
+        run.log({"comparison/table": lines, **_line_charts(comparison.cells), **pictures})
+        run.summary["comparison/verdict"] = comparison.verdict.sentence
+        for file in files:
+            # A copy: a file that lies elsewhere would be a link, with a warning.
+            run.save(shutil.copy(file, run.dir), base_path=run.dir, policy="now")
+
+
+def _log_curves(run: Any, cells: Sequence[Cell]) -> None:
+    """Each arm's numbers as metrics over the sequence length, so that wandb's own line charts can draw them."""
+    arms = list(dict.fromkeys(cell.arm for cell in cells))
+    run.define_metric(_LENGTH)
+    for arm in arms:
+        for metric in ("peak_allocated_gib", "tokens_per_second", "out_of_memory"):
+            run.define_metric(f"comparison/{arm}/{metric}", step_metric=_LENGTH)
+    for length in sorted({cell.length for cell in cells}):
+        values: dict[str, float] = {_LENGTH: length}
+        for cell in cells:
+            if cell.length == length:
+                values |= _metrics(cell)
+        run.log(values)
+
+
+def _metrics(cell: Cell) -> dict[str, float]:
+    values: dict[str, float] = {f"comparison/{cell.arm}/out_of_memory": int(cell.status == "oom")}
+    if cell.peak_allocated_bytes:
+        values[f"comparison/{cell.arm}/peak_allocated_gib"] = cell.peak_allocated_bytes / _GIB
+    if cell.tokens_per_second:
+        values[f"comparison/{cell.arm}/tokens_per_second"] = cell.tokens_per_second
+    return values
+
+
+def _line_charts(cells: Sequence[Cell]) -> dict[str, Any]:
+    """wandb's own charts of what was measured; they have no log axes and no crosses, so the pictures go with them."""
+    peaks = [(cell.arm, cell.length, cell.peak_allocated_bytes / _GIB) for cell in cells if cell.peak_allocated_bytes]
+    speeds = [(cell.arm, cell.length, cell.tokens_per_second) for cell in cells if cell.tokens_per_second]
+    charts = {}
+    if peaks:
+        charts["comparison/peak_memory"] = _line_chart(peaks, title="Peak allocated memory (GiB) by sequence length")
+    if speeds:
+        charts["comparison/speed"] = _line_chart(speeds, title="Tokens per second by sequence length")
+    return charts
+
+
+def _line_chart(points: Sequence[tuple[str, int, float]], *, title: str) -> Any:
+    """One line per arm through its (length, value) points."""
+    from wandb import plot
+
+    arms = list(dict.fromkeys(arm for arm, _, _ in points))
+    return plot.line_series(
+        xs=[[length for name, length, _ in points if name == arm] for arm in arms],
+        ys=[[value for name, _, value in points if name == arm] for arm in arms],
+        keys=arms,
+        title=title,
+        xname="sequence length",
+    )
