@@ -41,7 +41,7 @@ class State(NamedTuple):
 
     m: Tensor
     """The largest score so far, or minus infinity if no key was visible."""
-    l: Tensor  # noqa: E741 (the papers' name)
+    l: Tensor
     """The sum of exp(score - m)."""
     u: Tensor
     """The sum of exp(score - m) * value."""
@@ -104,7 +104,7 @@ def safe_softmax(s: Tensor) -> tuple[Tensor, Tensor]:
     """(p, L) of scores [..., S]: the probabilities, and the log-sum-exp over the last dimension."""
     m = s.amax(dim=-1, keepdim=True)
     e = torch.exp(s - m.masked_fill(m == -math.inf, 0.0))  # exp(s) alone overflows fp32 at s = 88.8
-    l = e.sum(dim=-1, keepdim=True)  # noqa: E741
+    l = e.sum(dim=-1, keepdim=True)
     return e / l.masked_fill(l == 0, 1.0), (m + torch.log(l)).squeeze(-1)
 
 

@@ -3,7 +3,7 @@
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 _BACKENDS = {
     "sdpa": SDPBackend.FLASH_ATTENTION,
@@ -22,6 +22,9 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: floa
     if q.device.type == "cpu" and implementation in ("sdpa_cudnn", "sdpa_efficient"):
         raise ValueError(f"implementation={implementation!r} needs a GPU; on a CPU use 'sdpa' or 'sdpa_math'")
     T, S = q.shape[2], k.shape[2]
+    if causal and T > S:  # the first T - S queries see nothing, which torch answers with NaN
+        seeing = sdpa_attention(q[:, :, T - S :], k, v, causal=True, scale=scale, implementation=implementation)
+        return pad(seeing, (0, 0, T - S, 0))
     aligned = T == S or T == 1  # else torch's own causal flag would align the first query with the first key
     bias = causal_lower_right(T, S) if causal and not aligned else None
     grouped = q.shape[1] != k.shape[1]

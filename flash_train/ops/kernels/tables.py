@@ -1,0 +1,56 @@
+"""Launch choices as data: (architecture, direction, bytes an element) -> tile width -> block sizes, warps, stages."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Launch:
+    block_t: int
+    """Rows of a query tile."""
+    block_s: int
+    """Rows of a key tile."""
+    warps: int
+    stages: int
+
+
+DIRECTIONS = ("forward", "dkdv", "dq")
+"""dkdv: a tile of keys stays while queries pass by; dq: a tile of queries stays while keys pass by."""
+
+_FP32 = {  # IEEE products run on the ordinary cores: small tiles, so that the accumulators stay in registers
+    "forward": {64: Launch(32, 32, 4, 1), 128: Launch(32, 32, 4, 1), 256: Launch(16, 16, 4, 1)},
+    "dkdv": {64: Launch(32, 32, 4, 1), 128: Launch(16, 32, 8, 1), 256: Launch(16, 16, 8, 1)},
+    "dq": {64: Launch(32, 32, 4, 1), 128: Launch(32, 16, 8, 1), 256: Launch(16, 16, 8, 1)},
+}
+_SM_90 = {
+    "forward": {64: Launch(128, 64, 4, 3), 128: Launch(128, 64, 8, 3), 256: Launch(128, 64, 8, 2)},
+    "dkdv": {64: Launch(64, 128, 8, 2), 128: Launch(64, 128, 8, 2), 256: Launch(32, 64, 8, 1)},
+    "dq": {64: Launch(128, 128, 8, 2), 128: Launch(128, 64, 8, 3), 256: Launch(64, 32, 8, 2)},
+}
+_SM_80 = {
+    "forward": {64: Launch(128, 32, 4, 3), 128: Launch(128, 64, 8, 2), 256: Launch(64, 32, 8, 2)},
+    "dkdv": {64: Launch(32, 128, 8, 2), 128: Launch(32, 64, 8, 2), 256: Launch(32, 32, 8, 1)},
+    "dq": {64: Launch(64, 64, 4, 2), 128: Launch(64, 64, 8, 2), 256: Launch(64, 16, 8, 1)},
+}
+_SM_86 = {
+    "forward": {64: Launch(128, 32, 4, 2), 128: Launch(64, 64, 4, 2), 256: Launch(64, 16, 8, 1)},
+    "dkdv": {64: Launch(32, 128, 8, 2), 128: Launch(32, 64, 8, 2), 256: Launch(32, 32, 8, 1)},
+    "dq": {64: Launch(64, 64, 4, 2), 128: Launch(64, 32, 8, 1), 256: Launch(32, 16, 8, 1)},
+}
+_SMALL = Launch(32, 16, 4, 1)
+
+TABLE: dict[tuple[str, int], dict[str, dict[int, Launch]]] = {
+    ("sm_90", 2): _SM_90,
+    ("sm_100", 2): _SM_90,
+    ("sm_80", 2): _SM_80,
+    ("sm_86", 2): _SM_86,
+    ("gfx942", 2): _SM_86,
+    ("interpreter", 2): {direction: {256: _SMALL} for direction in DIRECTIONS},
+    ("interpreter", 4): {direction: {256: _SMALL} for direction in DIRECTIONS},
+    **{(name, 4): _FP32 for name in ("sm_90", "sm_100", "sm_80", "sm_86", "gfx942")},
+}
+
+
+def lookup(architecture: str, direction: str, itemsize: int, width: int) -> Launch:
+    """The row for tiles of `width` columns (the head size, padded to a power of two)."""
+    rows = TABLE[architecture, itemsize][direction]
+    return rows[min(size for size in rows if size >= width)]

@@ -1,0 +1,180 @@
+"""`flash_attention` on any device: what it promises, whichever implementation runs."""
+
+import logging
+import math
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from flash_train.ops import library
+from flash_train.ops.attention import choose_implementation, flash_attention, flash_attention_with_lse
+from tests.ops.errors import Case, check, inputs, relative_error, results
+
+ODD = Case(2, 6, 2, 37, 41, 24, 24)
+
+
+def float64(B=2, H=6, G=2, T=7, S=11, D=5):
+    torch.manual_seed(0)
+    q = torch.randn(B, T, H, D, dtype=torch.float64).transpose(1, 2)
+    k, v = (torch.randn(B, S, G, D, dtype=torch.float64).transpose(1, 2) for _ in range(2))
+    return [x.requires_grad_() for x in (q, k, v)]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_tiled_path_loses_no_more_than_twice_what_plain_pytorch_loses(dtype, causal):
+    check(inputs(ODD, dtype, "cpu"), causal=causal, implementation="tiled", dtype=dtype)
+
+
+def test_the_error_check_can_fail():
+    tensors = inputs(ODD, torch.float32, "cpu")
+    exact = results(tensors, causal=True, implementation="tiled", dtype=torch.float64)
+    shifted = results(tensors, causal=False, implementation="tiled", dtype=torch.float32)
+    assert relative_error(shifted[0], exact[0]) > 0.1
+    assert relative_error(torch.full_like(exact[0], math.nan), exact[0]) == math.inf
+
+
+def test_gradcheck_passes_on_output_and_log_sum_exp():
+    assert torch.autograd.gradcheck(
+        lambda q, k, v: flash_attention_with_lse(q, k, v, causal=True), float64(T=3, S=4, D=3)
+    )
+
+
+@pytest.mark.parametrize("used", [(True, True), (True, False), (False, True)])
+def test_either_output_may_go_unused(used):
+    q, k, v = float64()
+    flash, plain = (flash_attention_with_lse(q, k, v, implementation=name) for name in ("tiled", "naive"))
+    got, expected = (
+        torch.autograd.grad(
+            sum(x.sin().sum() for x, use in zip(pair, used, strict=True) if use), [q, k, v], allow_unused=True
+        )
+        for pair in (flash, plain)
+    )
+    for name, a, b in zip("qkv", got, expected, strict=True):
+        torch.testing.assert_close(a, torch.zeros_like(a) if b is None else b, msg=f"gradient of {name}")
+
+
+def test_rows_that_see_nothing_give_zero_and_minus_infinity():
+    q, k, v = float64(T=9, S=4)
+    for name in ("tiled", "naive"):
+        output, lse = flash_attention_with_lse(q, k, v, causal=True, implementation=name)
+        output.sum().backward()
+        assert torch.equal(output[:, :, :5], torch.zeros_like(output[:, :, :5]))
+        assert (lse[:, :, :5] == -math.inf).all() and lse[:, :, 5:].isfinite().all()
+        assert q.grad is not None and torch.equal(q.grad[:, :, :5], torch.zeros_like(q[:, :, :5]))
+        q.grad = None
+
+
+@pytest.mark.parametrize("shape", [(5, 5), (1, 7), (3, 7), (7, 3)])
+@pytest.mark.parametrize("name", ["sdpa", "sdpa_math", "naive", "naive_reversed"])
+def test_every_implementation_aligns_the_last_query_with_the_last_key(name, shape):
+    q, k, v = float64(T=shape[0], S=shape[1])
+    expected = flash_attention(q, k, v, causal=True)
+    torch.testing.assert_close(flash_attention(q, k, v, causal=True, implementation=name), expected)
+
+
+def test_output_is_a_free_view_of_tokens_by_channels():
+    q, k, v = float64()
+    output = flash_attention(q, k, v)
+    tokens = output.transpose(1, 2).reshape(2, 7, 6 * 5)
+    assert tokens.data_ptr() == output.data_ptr() and tokens.is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast_casts_to_its_own_dtype(dtype):
+    q, k, v = (x.detach().float().requires_grad_() for x in float64())
+    with torch.autocast("cpu", dtype=dtype):
+        output, lse = flash_attention_with_lse(q, k, v, causal=True)
+    output.float().sum().backward()
+    assert output.dtype == dtype and lse.dtype == torch.float32
+    assert q.grad is not None and q.grad.dtype == torch.float32
+    same = flash_attention(q.to(dtype), k.to(dtype), v.to(dtype), causal=True)
+    assert torch.equal(output, same)
+
+
+def test_opcheck_passes_for_both_operators():
+    q, k, v = float64()
+    output, lse = (x.detach() for x in flash_attention_with_lse(q, k, v, causal=True))
+    torch.library.opcheck(library.attention, (q, k, v, True, 0.3, "flash"))
+    saved = [x.detach() for x in (q, k, v)]
+    torch.library.opcheck(library.attention_backward, (output, None, *saved, output, lse, True, 0.3, "flash"))
+    torch.library.opcheck(library.attention_backward, (output, lse, *saved, output, lse, True, 0.3, "flash"))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiles_whole_forward_and_backward(dynamic):
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda q, k, v: flash_attention(q * 2, k, v, causal=True), fullgraph=True, dynamic=dynamic)
+    for T in (7, 9) if dynamic else (7,):
+        q, k, v = float64(T=T, S=T)
+        output = compiled(q, k, v)
+        output.sin().sum().backward()
+        got, q.grad = q.grad, None
+        expected = flash_attention(q * 2, k, v, causal=True)
+        expected.sin().sum().backward()
+        torch.testing.assert_close(output, expected)
+        torch.testing.assert_close(got, q.grad)
+
+
+def test_compiled_naive_attention_stays_naive():
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+
+    def model(x):
+        q, k, v = x.unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        return flash_attention(q, k, v, causal=True, implementation="naive").transpose(1, 2).flatten(2)
+
+    x = torch.randn(2, 13, 48, requires_grad=True)
+    torch.compile(model, fullgraph=True)(x).sum().backward()
+    assert counters["inductor"]["fuse_attention"] == 0
+
+
+def test_flops_are_counted_as_torch_counts_sdpa():
+    q, k, v = float64()
+    with FlopCounterMode(display=False) as counter:
+        flash_attention(q, k, v).sum().backward()
+    assert counter.get_total_flops() == 7 * (2 * 2 * 6 * 7 * 11 * 5)  # two products forward, five backward
+
+
+def test_a_step_down_is_logged_once_with_its_reason(caplog):
+    library._log_once.cache_clear()
+    q, k, v = float64()
+    with caplog.at_level(logging.WARNING, logger="flash_train"):
+        flash_attention(q, k, v)
+        flash_attention(q, k, v)
+    assert [record.getMessage() for record in caplog.records] == [
+        "attention: tiled runs instead of flash: the Triton kernels run on a GPU, not on cpu "
+        "(there in TRITON_INTERPRET=1 alone, by name)"
+    ]
+    assert choose_implementation("flash", q, k, v).name == "tiled"
+    assert choose_implementation("sdpa", q, k, v) == ("sdpa_flash", None)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(q=torch.randn(3, 7, 5)), r"must be \[B, H, T, D\].*unsqueeze"),
+        (dict(q=torch.randn(2, 7, 6, 5)), "query heads must be a multiple of key heads, got H=7 and G=2"),
+        (dict(v=torch.randn(2, 2, 10, 5)), "must share B, G and S"),
+        (dict(k=torch.randn(2, 2, 11, 4)), "one head size D, got 5 and 4"),
+        (dict(q=torch.randn(2, 6, 0, 5)), "no dimension may be empty"),
+        (dict(q=torch.randn(2, 6, 7, 5).bfloat16()), "share one floating dtype"),
+        (dict(v=torch.randn(2, 2, 11, 5, device="meta")), "lie on one device, got cpu, cpu and meta"),
+        (dict(scale=0.0), "scale must be positive and finite, got 0.0"),
+        (dict(scale=math.nan), "scale must be positive"),
+        (dict(implementation="flsh"), "must be one of flash, triton"),
+        (dict(implementation="sdpa_cudnn"), "needs a GPU; on a CPU use 'sdpa'"),
+    ],
+)
+def test_bad_arguments_are_refused_with_the_rule_the_value_and_a_way_out(change, message):
+    arguments = dict(q=torch.randn(2, 6, 7, 5), k=torch.randn(2, 2, 11, 5), v=torch.randn(2, 2, 11, 5)) | change
+    with pytest.raises(ValueError, match=message):
+        flash_attention(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments)
+
+
+def test_log_sum_exp_is_refused_where_the_implementation_has_none():
+    with pytest.raises(ValueError, match="'sdpa' returns no log-sum-exp; use 'flash'"):
+        flash_attention_with_lse(*float64(), implementation="sdpa")

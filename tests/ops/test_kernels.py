@@ -1,0 +1,92 @@
+"""The Triton kernels: in Triton's interpreter on a CPU (small), and at full size on a GPU."""
+
+import math
+
+import pytest
+import torch
+
+from flash_train.ops.attention import choose_implementation, flash_attention, flash_attention_with_lse
+from flash_train.ops.kernels import backward, forward, launch
+from tests.ops.errors import Case, check, inputs
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+# the interpreter's cast to bf16 truncates
+BUDGET = {torch.bfloat16: 2.0 if ON_GPU else 4.0}
+SMALL = [
+    Case(2, 6, 2, 37, 41, 24, 24),
+    Case(1, 2, 2, 70, 33, 40, 40),  # causal: the first 37 rows see nothing
+    Case(1, 3, 1, 1, 50, 16, 8),
+    Case(1, 2, 1, 33, 1, 9, 20),
+]
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch):
+    """What a kernel forgets to write is NaN."""
+
+    def empty(like, *shape, dtype=None):
+        return torch.full(shape, math.nan, dtype=dtype or like.dtype, device=like.device)
+
+    monkeypatch.setattr(forward, "empty", empty)
+    monkeypatch.setattr(backward, "empty", empty)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("case", SMALL, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_kernels_lose_no_more_than_plain_pytorch(dtype, case, causal):
+    tensors = inputs(case, dtype, DEVICE)
+    check(tensors, causal=causal, implementation="triton", dtype=dtype, budget=BUDGET.get(dtype, 2.0))
+
+
+@pytest.mark.parametrize("layout", ["heads first", "sliced", "broadcast gradient", "transposed head"])
+def test_any_strides_give_the_same_answer(layout):
+    q, k, v, do, _ = inputs(Case(2, 4, 2, 19, 23, 16, 16), torch.float32, DEVICE)
+    expected = gradients(q.contiguous(), k.contiguous(), v.contiguous(), torch.ones_like(do).contiguous())
+    if layout == "heads first":
+        q, k, v = (x.contiguous() for x in (q, k, v))
+    elif layout == "sliced":
+        q, k, v = (torch.nn.functional.pad(x, (1, 2))[..., 1:-2] for x in (q, k, v))
+    elif layout == "transposed head":
+        q, k, v = (x.transpose(-1, -2).contiguous().transpose(-1, -2) for x in (q, k, v))
+    do = torch.ones((), device=DEVICE).expand(do.shape) if layout == "broadcast gradient" else torch.ones_like(do)
+    for a, b in zip(gradients(q, k, v, do), expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def gradients(q, k, v, do):
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    output = flash_attention(*leaves, causal=True, implementation="triton")
+    return [output.detach(), *torch.autograd.grad(output, leaves, do)]
+
+
+def test_rows_that_see_nothing_give_zero_and_minus_infinity():
+    q, k, v, do, _ = inputs(Case(1, 2, 2, 40, 7, 16, 16), torch.float32, DEVICE)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    output, lse = flash_attention_with_lse(*leaves, causal=True, implementation="triton")
+    dq, dk, dv = torch.autograd.grad(output, leaves, do)
+    assert (output[:, :, :33] == 0).all() and (dq[:, :, :33] == 0).all()
+    assert (lse[:, :, :33] == -math.inf).all() and lse[:, :, 33:].isfinite().all()
+    assert dk.isfinite().all() and dv.isfinite().all()
+
+
+def test_rows_too_far_apart_for_a_tiles_32_bit_offsets_are_copied():
+    far = torch.empty(1, device="meta").as_strided((1, 1, 5, 8), (0, 0, 2**23, 1))
+    near = torch.empty(1, device="meta").as_strided((1, 1, 5, 8), (0, 0, 2**23 - 1, 1))
+    assert launch.near_rows(far).stride() == (40, 40, 8, 1) and launch.near_rows(near) is near
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(dtype=torch.float64), "take fp16, bf16 and fp32, not torch.float64; implementation='flash' takes"),
+        (dict(size=7), "take head sizes 8 to 256, not 7"),
+    ],
+)
+def test_what_the_kernels_do_not_take_is_refused_by_name_and_stepped_down_otherwise(change, message):
+    x = torch.randn(1, 1, 3, change.get("size", 16), dtype=change.get("dtype", torch.float32), device=DEVICE)
+    with pytest.raises(ValueError, match=message):
+        choose_implementation("triton", x, x, x)
+    assert choose_implementation("flash", x, x, x).name == "tiled"

@@ -1,0 +1,86 @@
+"""The ladder: every rung gives the answer of the one before, in float64, and so do its gradients."""
+
+import doctest
+import math
+
+import pytest
+import torch
+
+from flash_train.ops import reference
+from flash_train.ops.reference import (
+    State,
+    finish,
+    merge,
+    naive_attention,
+    online_attention,
+    safe_attention,
+    safe_softmax,
+    tiled_attention,
+    tiled_attention_backward,
+)
+
+SHAPES = [(2, 6, 2, 37, 41, 24, 24), (1, 4, 4, 70, 33, 16, 9), (2, 3, 1, 1, 5, 8, 8), (1, 2, 2, 5, 1, 3, 3)]
+
+
+def tensors(B, H, G, T, S, D, E):
+    torch.manual_seed(0)
+    shapes = [(B, H, T, D), (B, G, S, D), (B, G, S, E)]
+    return [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+
+
+def test_worked_example_of_the_docstring():
+    assert doctest.testmod(reference).failed == 0 and doctest.testmod(reference).attempted >= 5
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_each_rung_equals_the_one_before(shape, causal):
+    q, k, v = tensors(*shape)
+    one = naive_attention(q, k, v, causal=causal)
+    two, lse = safe_attention(q, k, v, causal=causal)
+    three, lse_three = online_attention(q, k, v, causal=causal, segment=7)
+    four, lse_four = tiled_attention(q, k, v, causal=causal, tile=16)
+    reverse = naive_attention(q, k, v, causal=causal, reverse_keys=True)
+    for other in (two, three, four, reverse):
+        torch.testing.assert_close(other, one)
+    torch.testing.assert_close(lse_three, lse)
+    torch.testing.assert_close(lse_four, lse)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_recomputed_backward_equals_autograd_through_the_definition(shape, causal):
+    q, k, v = tensors(*shape)
+    output, lse = safe_attention(q, k, v, causal=causal)
+    do, dl = torch.randn_like(output), torch.randn_like(lse)
+    finite = lse.masked_fill(lse == -math.inf, 0.0)
+    expected = torch.autograd.grad([output, finite], [q, k, v], [do, dl.masked_fill(lse == -math.inf, 0.0)])
+    with torch.no_grad():
+        output, lse = tiled_attention(q, k, v, causal=causal, tile=16)
+        got = tiled_attention_backward(do, dl, q, k, v, output, lse, causal=causal, tile=16)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_softmax_survives_scores_that_overflow_the_exponential():
+    p, lse = safe_softmax(torch.tensor([[1000.0, 1000.0], [-math.inf, -math.inf]]))
+    assert p.tolist() == [[0.5, 0.5], [0.0, 0.0]]
+    assert lse.tolist() == [pytest.approx(1000 + math.log(2)), -math.inf]
+
+
+def test_merge_with_an_empty_state_changes_nothing_and_two_empty_ones_make_no_nan():
+    empty = State(torch.tensor(-math.inf), torch.tensor(0.0), torch.zeros(3))
+    state = State(torch.tensor(2.0), torch.tensor(1.5), torch.tensor([1.0, 2.0, 3.0]))
+    for a, b in ((empty, state), (state, empty)):
+        assert all(torch.equal(x, y) for x, y in zip(merge(a, b), state, strict=True))
+    output, lse = finish(merge(empty, empty))
+    assert output.tolist() == [0.0, 0.0, 0.0] and lse.item() == -math.inf
+
+
+def test_merged_partial_results_equal_the_whole():
+    q, k, v = (x.detach() for x in tensors(2, 3, 3, 5, 11, 8, 8))
+    whole, whole_lse = safe_attention(q, k, v)
+    parts = [safe_attention(q, k[:, :, part], v[:, :, part]) for part in (slice(0, 4), slice(4, 11))]
+    output, lse = finish(merge(*(State(L, torch.ones_like(L), o) for o, L in parts)))
+    torch.testing.assert_close(output, whole)
+    torch.testing.assert_close(lse, whole_lse)
