@@ -112,6 +112,7 @@ class MemoryMonitor(Monitor):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         # Above all out of memory: the peak that led to it. Other ranks may be gone, so it is this rank's alone.
+        self._leave()
         numbers = self._guarded_collect(trainer, final=True) or {}
         self._guarded_combine({name: [float(value)] for name, value in numbers.items()})
         super().on_exception(trainer, pl_module, exception)
@@ -145,6 +146,11 @@ class MemoryMonitor(Monitor):
     def _enter(self, phase: str) -> None:
         if self._meter is not None:
             self._meter.enter(phase)
+
+    @never_raises
+    def _leave(self) -> None:
+        if self._meter is not None:
+            self._meter.leave()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
