@@ -33,7 +33,7 @@ def group_options(*more: Path) -> dict[str, list[str]]:
 
 
 class RecipeSource(FileConfigSource):
-    """`recipes/` as a group of its own: a plain search path to its parent would offer a checkout's folders as groups."""
+    """`recipes/` as a group of its own: a search path to its parent would offer all of a checkout as groups."""
 
     @staticmethod
     def scheme() -> str:

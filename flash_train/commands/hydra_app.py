@@ -8,6 +8,7 @@ import argparse
 import os
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
 from pathlib import Path
@@ -15,10 +16,10 @@ from typing import Any, NoReturn
 
 import hydra
 from hydra._internal.utils import _run_hydra, get_args_parser
-from hydra.version import setbase
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
+from hydra.version import setbase
 from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -48,7 +49,6 @@ def launch(task: Task, *, config_name: str, module: str, recall: tuple[str, Reca
         module: the command's module, which each job of `-m` runs in a process of its own.
         recall: a key (`resume_from`) and what returns the overrides of the earlier run that its value points to.
     """
-    program = Path(sys.argv[0]).stem
     # With it Hydra raises what it would otherwise print with a stack trace and advice of its own.
     full_error = os.environ.get("HYDRA_FULL_ERROR")
     os.environ["HYDRA_FULL_ERROR"] = "1"
@@ -63,8 +63,13 @@ def launch(task: Task, *, config_name: str, module: str, recall: tuple[str, Reca
     except (ValueError, HydraException, OmegaConfBaseException, OSError) as error:
         if full_error == "1":
             raise
-        print(f"{program}: {_one_sentence(error)}", file=sys.stderr)
+        complain(config_name, _one_sentence(error))
         sys.exit(ExitCode.BAD_INPUT)
+
+
+def complain(config_name: str, sentence: str) -> None:
+    """One line on stderr, under the name of the command that composes `config_name`."""
+    print(f"flash-{config_name}: {sentence}", file=sys.stderr)
 
 
 def _prepare(arguments: argparse.Namespace, recall: tuple[str, Recall] | None) -> None:
@@ -96,10 +101,10 @@ def _compose_and_run(task: Task, arguments: argparse.Namespace, *, config_name: 
             else:
                 code = task(_plain(config, arguments), folder, typed)
         except (ValueError, OmegaConfBaseException) as error:
-            print(f"{Path(sys.argv[0]).stem}: {_one_sentence(error)}", file=sys.stderr)
+            complain(config_name, _one_sentence(error))
             code = ExitCode.BAD_INPUT
         except Exception:
-            sys.excepthook(*sys.exc_info())
+            traceback.print_exc()
             code = ExitCode.FAILURE
         jobs.append((" ".join(typed), code))
 
@@ -125,7 +130,7 @@ def _plain(config: DictConfig, arguments: argparse.Namespace) -> dict[str, Any]:
             raise ValueError(f"there is no {str(key)!r} (set in a recipe?); {nearest(str(key), known)}")
     for override in parse(arguments.overrides):
         if override.is_delete() and override.key_or_group not in config and "." not in override.key_or_group:
-            raise ValueError(f"{override.key_or_group} cannot be taken away; a group that may be empty has a choice none")
+            raise ValueError(f"{override.key_or_group} cannot be taken away; where a group may be empty, choose none")
     try:
         plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except MissingMandatoryValue as error:

@@ -1,13 +1,15 @@
 """The objects of a run, built from the configuration and wired to one another: data, model, module, trainer."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import wandb
 from lightning import Callback, LightningDataModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import Checkpoint, ModelSummary, ProgressBar
-from lightning.pytorch.loggers import Logger, WandbLogger
+from lightning.pytorch.loggers import Logger
 
 from flash_train.commands.construct import build, check
 from flash_train.models.gpt import GPT
@@ -70,7 +72,7 @@ def check_device(trainer: Mapping[str, Any]) -> None:
     if not seen:
         raise ValueError("trainer=cuda needs a CUDA device and torch sees none; choose trainer=cpu")
     if isinstance(trainer.get("devices"), int) and trainer["devices"] > seen:
-        raise ValueError(f"trainer.devices={trainer['devices']} asks for more CUDA devices than the {seen} of this host")
+        raise ValueError(f"trainer.devices={trainer['devices']} asks for more CUDA devices than torch sees: {seen}")
 
 
 def build_data(config: Config) -> LightningDataModule:
@@ -81,15 +83,18 @@ def build_data(config: Config) -> LightningDataModule:
     return data
 
 
-def build_module(config: Config, data: Any, *, run_config: Config) -> LanguageModel:
-    """The model inside its LightningModule. Its weights are a function of `seed` and the model's own shape."""
+def build_module(config: Config, data: Any, *, run_config: Config, context_length: int | None = None) -> LanguageModel:
+    """The model inside its LightningModule. Its weights are a function of `seed` and the model's own shape.
+
+    `context_length` is the longest sequence that it takes, by default that of the data.
+    """
     seed_everything(config["seed"], workers=True, verbose=False)
     model: GPT = build(
         config["model"],
         key="model",
         wired={
             "vocabulary_size": data.vocabulary_size,
-            "context_length": config["data"]["sequence_length"],
+            "context_length": context_length or config["data"]["sequence_length"],
             "implementation": config["attention"]["implementation"],
             "checkpointing": config["checkpointing"]["granularity"],
         },
@@ -115,10 +120,19 @@ def build_loggers(config: Config, *, run_id: str) -> list[Logger]:
             continue
         if node.get("id", "") is None:
             node = {**node, "id": run_id}
+        if node.get("offline") is True:
+            _start_wandb_offline()
         logger = build(node, key=f"loggers.{name}")
         logger.log_hyperparams(config)
         loggers.append(logger)
     return loggers
+
+
+def _start_wandb_offline() -> None:
+    """An offline run has nothing to announce. wandb reads both variables when it is set up, and before any warning."""
+    os.environ.setdefault("WANDB_SILENT", "true")
+    os.environ["WANDB_MODE"] = "offline"
+    wandb.setup()
 
 
 def build_trainer(config: Config, *, callbacks: list[Callback], loggers: list[Logger]) -> Trainer:

@@ -60,8 +60,8 @@ def _check_choice(override: Override, choices: Sequence[str], *, sweep: bool) ->
     if isinstance(value, list):
         listed = ",".join(str(item) for item in value)
         raise ValueError(
-            f"{group}={_spelled(override)} would merge these into one; compare them with flash-compare, or run one after "
-            f"the other with -m {group}={listed}"
+            f"{group}={_spelled(override)} would merge these into one; compare them with flash-compare, or run one "
+            f"after the other with -m {group}={listed}"
         )
     if value is None:
         empty = f"; write {group}=none" if "none" in choices else ""
@@ -98,7 +98,9 @@ def check_keys(overrides: Sequence[Override], groups: Mapping[str, Sequence[str]
         # Below the first level only names of the same group are near; a stranger's may look alike by accident.
         group = name.partition(".")[0]
         near = {key for key in known if key.startswith(f"{group}.")} if group in known and "." in name else known
-        raise ValueError(f"there is no {name!r}; {nearest(name, near)}")
+        listed = group not in ("trainer", "callbacks", "loggers")  # a library's classes take more than our files say
+        more = "" if listed or near == known else f" (an argument that the file does not list: +{override.input_line})"
+        raise ValueError(f"there is no {name!r}; {nearest(name, near)}{more}")
 
 
 def merge(saved: Sequence[str], given: Sequence[str]) -> list[str]:

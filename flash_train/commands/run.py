@@ -1,9 +1,7 @@
 """One training run: build, fit, and say what became of it. Whatever happens, result.json says it too."""
 
 import logging
-import os
 import secrets
-import sys
 import time
 import traceback
 import warnings
@@ -12,15 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import wandb
 import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from flash_train.commands.hydra_app import ExitCode
+from flash_train.commands.hydra_app import ExitCode, complain
 from flash_train.commands.objects import Config, build_objects
 from flash_train.commands.result import describe_end, describe_start, write_json
 from flash_train.training.guard import NonFiniteLoss
 from flash_train.training.resume import CheckpointHeader, find_checkpoint, read_header
+
+_LESS_MEMORY = "attention=flash, checkpointing=block or a smaller data.batch_size needs less"
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ def run(config: Config, folder: Path, overrides: list[str]) -> int:
             announce(checkpoint, header, config, folder)
         run_id = header.wandb_run_id if header and header.wandb_run_id else secrets.token_hex(4)
         objects = build_objects(config, run_id=run_id, run_config={"config": config, "overrides": overrides})
-        result |= describe_start(objects)
+        result |= {"resumed_from": str(checkpoint) if checkpoint else None, **describe_start(objects)}
         objects.trainer.fit(objects.module, datamodule=objects.data, ckpt_path=checkpoint)
         ending = Ending("ok", ExitCode.OK)
     except BaseException as error:  # also Ctrl-C, which Lightning turns into SystemExit
@@ -70,8 +71,8 @@ def quieten() -> None:
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
     # Lightning 2.6 asks torch's pytree in a way that torch 2.13 wants to end.
     warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
-    # An offline run has nothing to announce; wandb reads this before it prints.
-    os.environ.setdefault("WANDB_SILENT", "true")
+    # They mean steps of an epoch; here a run may have many short ones.
+    warnings.filterwarnings("ignore", message=".*is smaller than the logging interval.*")
 
 
 def judge(error: BaseException) -> Ending:
@@ -80,10 +81,11 @@ def judge(error: BaseException) -> Ending:
     if isinstance(error, KeyboardInterrupt | SystemExit):
         return Ending("interrupted", ExitCode.INTERRUPTED, "interrupted")
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in text:
-        return Ending("oom", ExitCode.OUT_OF_MEMORY, f"out of memory: {text}")
+        detail = ". ".join(text.split(". ")[:2])  # what follows in torch's text is a survey of the allocator
+        return Ending("oom", ExitCode.OUT_OF_MEMORY, f"out of memory ({detail}); {_LESS_MEMORY}")
     if isinstance(error, NonFiniteLoss):
         return Ending("failed", ExitCode.FAILURE, text)
-    if isinstance(error, ValueError | MisconfigurationException | OSError):
+    if isinstance(error, ValueError | MisconfigurationException | OSError | wandb.errors.UsageError):
         return Ending("failed", ExitCode.BAD_INPUT, text)
     return Ending("failed", ExitCode.FAILURE, f"{type(error).__name__}: {text}", surprising=True)
 
@@ -110,17 +112,13 @@ def _leaves(node: Any, prefix: str = "") -> list[tuple[str, Any]]:
 @rank_zero_only
 def conclude(result: dict[str, Any], folder: Path, ending: Ending) -> None:
     """Write result.json, close wandb, and tell the person what happened if it was not what they wanted."""
-    program = Path(sys.argv[0]).stem
-    if "wandb" in sys.modules:
-        import wandb
-
-        wandb.finish(exit_code=ending.code)
+    wandb.finish(exit_code=ending.code)
     if ending.error is not None and not ending.surprising:
-        print(f"{program}: {ending.error}", file=sys.stderr)
+        complain("train", ending.error)
     try:
         write_json(folder / "result.json", result)
     except OSError as error:
-        print(f"{program}: cannot write {error.filename}: {error.strerror}", file=sys.stderr)
+        complain("train", f"cannot write {error.filename}: {error.strerror}")
 
 
 @rank_zero_only

@@ -1,0 +1,91 @@
+"""`flash-eval`: loss and bits per byte of a checkpoint over the whole validation split."""
+
+import traceback
+from pathlib import Path
+from typing import Any
+
+from flash_train.commands.hydra_app import ExitCode, complain, launch
+from flash_train.commands.train import earlier_overrides
+
+MODULE = "flash_train.commands.evaluate"
+
+
+def evaluate(config: dict[str, Any], folder: Path, overrides: list[str]) -> int:
+    from flash_train.commands.result import write_json
+    from flash_train.commands.run import judge, quieten
+
+    quieten()
+    try:
+        result = measure(config)
+        print_table(result)
+        if config["json"]:
+            write_json(Path(config["json"]), result)
+    except BaseException as error:
+        ending = judge(error)
+        if ending.surprising:
+            traceback.print_exc()
+        else:
+            complain("eval", str(ending.error))
+        return ending.code
+    return ExitCode.OK
+
+
+def measure(config: dict[str, Any]) -> dict[str, Any]:
+    """Loss in nats per token and bits per byte of the checkpoint, with what it was measured on.
+
+    Raises ValueError if the checkpoint does not fit the configuration.
+    """
+    import torch
+
+    from flash_train.commands.environment import describe_environment
+    from flash_train.commands.objects import build_data, build_module, build_trainer, check_device, check_values
+    from flash_train.training.resume import find_checkpoint, read_header
+
+    check_values(config)
+    check_device(config["trainer"])
+    torch.set_float32_matmul_precision(config["precision"]["float32_matmul"])
+    path = find_checkpoint(config["checkpoint"])
+    header = read_header(path)
+    trained = (header.run_config or {}).get("config", config)["data"]["sequence_length"]
+    data = build_data(config)
+    length = max(trained, config["data"]["sequence_length"])
+    module = build_module(config, data, run_config={}, context_length=length)
+    weights = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["state_dict"]
+    try:
+        module.load_state_dict(weights)
+    except RuntimeError as error:
+        first = str(error).splitlines()[1].strip()
+        raise ValueError(f"{path} does not fit this model and data: {first}") from error
+    whole = config | {"trainer": config["trainer"] | {"limit_val_batches": 1.0}}
+    trainer = build_trainer(whole, callbacks=[], loggers=[])
+    trainer.validate(module, datamodule=data, verbose=False)
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return {
+        "checkpoint": str(path),
+        "step": header.step,
+        "tokens_seen": header.tokens_seen,
+        "loss": metrics["validation/loss"],
+        "bits_per_byte": metrics["validation/bits_per_byte"],
+        "sequence_length": config["data"]["sequence_length"],
+        "data": data.provenance,
+        "environment": describe_environment(trainer.strategy.root_device),
+    }
+
+
+def print_table(result: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{result['checkpoint']}, step {result['step']:,}")
+    for title in ("validation loss (nats per token)", "bits per byte", "T"):
+        table.add_column(title, justify="right")
+    table.add_row(f"{result['loss']:.4f}", f"{result['bits_per_byte']:.4f}", str(result["sequence_length"]))
+    Console().print(table)
+
+
+def main() -> None:
+    launch(evaluate, config_name="eval", module=MODULE, recall=("checkpoint", earlier_overrides))
+
+
+if __name__ == "__main__":
+    main()
