@@ -7,6 +7,7 @@ import os
 import types
 import typing
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Literal, Union
 
 from hydra.utils import get_object
@@ -104,9 +105,9 @@ def _fits(value: Any, hint: Any) -> bool:
     if hint in (None, types.NoneType):
         return value is None
     kind = origin or hint
-    if not inspect.isclass(kind) or typing.is_typeddict(kind) or isinstance(kind, typing.TypeVar):
+    if not inspect.isclass(kind) or typing.is_typeddict(kind) or getattr(kind, "_is_protocol", False):
         return True
-    if isinstance(value, str) and (issubclass(kind, os.PathLike) or kind is str):
+    if isinstance(value, str) and kind in (Path, os.PathLike):
         return True
     if isinstance(value, list) and issubclass(kind, collections.abc.Iterable):
         element = [option for option in inner if option is not Ellipsis]

@@ -154,7 +154,7 @@ def _keys(arguments: argparse.Namespace, root: str, config_name: str) -> list[st
 
 
 def _dotted(node: DictConfig, prefix: str = "") -> Iterator[str]:
-    for key in node:
+    for key in map(str, node):
         yield f"{prefix}{key}"
         if not OmegaConf.is_missing(node, key) and not OmegaConf.is_interpolation(node, key):
             child = node[key]

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 import wandb
-from lightning import Callback, LightningDataModule, Trainer, seed_everything
+from lightning import Callback, Trainer, seed_everything
 from lightning.pytorch.callbacks import Checkpoint, ModelSummary, ProgressBar
 from lightning.pytorch.loggers import Logger
 
 from flash_train.commands.construct import build, check
 from flash_train.models.gpt import GPT
+from flash_train.training.data import TokenData
 from flash_train.training.module import LanguageModel
 
 Config = dict[str, Any]
@@ -22,7 +23,7 @@ Config = dict[str, Any]
 class Objects:
     """What `trainer.fit(module, datamodule=data)` needs, and the callbacks by the names that they have in YAML."""
 
-    data: LightningDataModule
+    data: TokenData
     module: LanguageModel
     trainer: Trainer
     callbacks: dict[str, Callback]
@@ -75,7 +76,7 @@ def check_device(trainer: Mapping[str, Any]) -> None:
         raise ValueError(f"trainer.devices={trainer['devices']} asks for more CUDA devices than torch sees: {seen}")
 
 
-def build_data(config: Config) -> LightningDataModule:
+def build_data(config: Config) -> TokenData:
     """The data module, prepared and set up."""
     data = build(config["data"], key="data")
     data.prepare_data()
@@ -83,7 +84,9 @@ def build_data(config: Config) -> LightningDataModule:
     return data
 
 
-def build_module(config: Config, data: Any, *, run_config: Config, context_length: int | None = None) -> LanguageModel:
+def build_module(
+    config: Config, data: TokenData, *, run_config: Config, context_length: int | None = None
+) -> LanguageModel:
     """The model inside its LightningModule. Its weights are a function of `seed` and the model's own shape.
 
     `context_length` is the longest sequence that it takes, by default that of the data.

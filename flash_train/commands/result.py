@@ -64,8 +64,8 @@ def describe_end(objects: Objects) -> dict[str, Any]:
             found["loss_curve"] = callback.curve()
         elif isinstance(callback, ModelCheckpoint) and callback.best_model_score is not None:
             found["best"] = {callback.monitor: float(callback.best_model_score), "checkpoint": callback.best_model_path}
-        elif hasattr(callback, "result"):
-            found[name] = callback.result()
+        elif callable(measured := getattr(callback, "result", None)):
+            found[name] = measured()
     return found
 
 

@@ -13,7 +13,8 @@ import torch
 import wandb
 import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities import rank_zero_only
+from wandb.errors import UsageError
 
 from flash_train.commands.hydra_app import ExitCode, complain
 from flash_train.commands.objects import Config, build_objects
@@ -85,7 +86,7 @@ def judge(error: BaseException) -> Ending:
         return Ending("oom", ExitCode.OUT_OF_MEMORY, f"out of memory ({detail}); {_LESS_MEMORY}")
     if isinstance(error, NonFiniteLoss):
         return Ending("failed", ExitCode.FAILURE, text)
-    if isinstance(error, ValueError | MisconfigurationException | OSError | wandb.errors.UsageError):
+    if isinstance(error, ValueError | MisconfigurationException | OSError | UsageError):
         return Ending("failed", ExitCode.BAD_INPUT, text)
     return Ending("failed", ExitCode.FAILURE, f"{type(error).__name__}: {text}", surprising=True)
 
