@@ -56,8 +56,9 @@ def measure(config: dict[str, Any]) -> dict[str, Any]:
     except RuntimeError as error:
         first = str(error).splitlines()[1].strip()
         raise ValueError(f"{path} does not fit this model and data: {first}") from error
-    whole = config | {"trainer": config["trainer"] | {"limit_val_batches": 1.0}}
-    trainer = build_trainer(whole, callbacks=[], loggers=[])
+    # Whatever the run itself looked at, a checkpoint is judged by the whole split.
+    whole = config["trainer"] | {"limit_val_batches": 1.0, "overfit_batches": 0.0, "fast_dev_run": False}
+    trainer = build_trainer(config | {"trainer": whole}, callbacks=[], loggers=[])
     trainer.validate(module, datamodule=data, verbose=False)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     return {

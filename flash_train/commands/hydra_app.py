@@ -54,7 +54,7 @@ def launch(task: Task, *, config_name: str, module: str, recall: tuple[str, Reca
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
         register()
-        arguments = get_args_parser().parse_args()
+        arguments = get_args_parser().parse_intermixed_args()  # overrides before and after -m
         if not (arguments.shell_completion or arguments.help or arguments.hydra_help):
             _prepare(arguments, recall)
         sys.exit(_compose_and_run(task, arguments, config_name=config_name, module=module))
@@ -65,6 +65,10 @@ def launch(task: Task, *, config_name: str, module: str, recall: tuple[str, Reca
             raise
         complain(config_name, _one_sentence(error))
         sys.exit(ExitCode.BAD_INPUT)
+    finally:
+        os.environ.pop("HYDRA_FULL_ERROR")
+        if full_error is not None:
+            os.environ["HYDRA_FULL_ERROR"] = full_error
 
 
 def complain(config_name: str, sentence: str) -> None:

@@ -1,0 +1,138 @@
+"""`flash-train` from the command line to what lies in the run folder."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from flash_train.commands import objects
+from flash_train.commands.run import judge
+from flash_train.commands.train import main
+from tests.commands.conftest import SHORT, Command
+
+
+def result(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "result.json").read_text())
+
+
+def test_a_run_leaves_its_configuration_and_what_it_measured(command: Command, tmp_path: Path) -> None:
+    answer = command(main, *SHORT, "data.sequence_length=37", "validate_every=2", "trainer.limit_val_batches=1")
+    assert answer.code == 0, answer.err
+    found = result(tmp_path / "run")
+    assert (found["status"], found["error"], found["steps"], found["device"]) == ("ok", None, 2, "cpu")
+    assert found["attention"] == {"asked": "flash", "ran": "tiled", "reason": found["attention"]["reason"]}
+    assert len(found["loss_curve"]) == 2 and len(found["initial_weights_sha256"]) == 64
+    assert found["environment"]["torch"] == torch.__version__
+    assert {"memory", "speed", "data", "parameters", "seconds", "rewritten_by_compiler"} <= set(found)
+    assert found["memory"]["source"] == "profiler" and found["validation"]["bits_per_byte"] > 1
+    config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert config["schedule"]["warmup_steps"] == 1 and config["data"]["sequence_length"] == 37
+    assert "${" not in (tmp_path / "run" / "config.yaml").read_text()
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000002.ckpt"]
+
+
+def test_a_refused_run_still_leaves_a_result(command: Command, tmp_path: Path) -> None:
+    command(main, *SHORT, "optimizer.lr=-1")
+    found = result(tmp_path / "run")
+    assert (found["status"], found["error"]) == ("failed", "Invalid learning rate: -1")
+    assert "Traceback" in found["traceback"]
+
+
+def test_a_run_that_runs_out_of_memory_ends_with_code_3(
+    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def out_of_memory(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB. GPU 0 has a total of 1.00 GiB.")
+
+    monkeypatch.setattr(objects.LanguageModel, "training_step", out_of_memory)
+    answer = command(main, *SHORT)
+    assert answer.code == 3 and "out of memory" in answer.err and "Traceback" not in answer.err
+    assert result(tmp_path / "run")["status"] == "oom"
+    text = "[enforce fail at alloc_cpu.cpp:126] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 9"
+    assert judge(RuntimeError(text)).status == "oom"
+
+
+def test_what_nobody_expected_keeps_its_traceback(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(objects.LanguageModel, "training_step", lambda *_: 1 / 0)
+    answer = command(main, *SHORT)
+    assert answer.code == 1 and "Traceback" in answer.err and "ZeroDivisionError" in answer.err
+
+
+def test_a_folder_that_cannot_be_written_is_named(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "run" / "config.yaml").mkdir(parents=True)
+    answer = command(main, *SHORT)
+    assert answer.code == 2 and len(answer.err.splitlines()) == 1 and "config.yaml" in answer.err
+
+
+def test_the_global_batch_decides_the_accumulation(command: Command) -> None:
+    trainer = {"devices": 2, "num_nodes": 1}
+    data = {"batch_size": 4, "sequence_length": 32}
+    assert objects.accumulate({"batch_tokens": 768, "data": data, "trainer": trainer}) == 3
+    assert objects.accumulate({"batch_tokens": None, "data": data, "trainer": trainer}) == 1
+    with pytest.raises(ValueError, match=r"4 x 32 x 2 = 256; the nearest that are: 512 or 768$"):
+        objects.accumulate({"batch_tokens": 700, "data": data, "trainer": trainer})
+
+
+def test_a_run_is_continued_in_its_folder_with_its_wandb_id(command: Command, tmp_path: Path) -> None:
+    # One batch again and again is where Lightning itself begins anew after a stop.
+    begun = [argument for argument in SHORT if not argument.startswith(("hydra.", "trainer.max_", "loggers"))]
+    begun.append("trainer.overfit_batches=0")
+    assert command(main, *begun, "loggers=none", "hydra.run.dir=whole", "trainer.max_steps=4").code == 0
+    assert command(main, *begun, "loggers=wandb", "hydra.run.dir=run", "trainer.max_steps=2").code == 0
+    answer = command(main, "resume_from=run", "trainer.max_steps=4")
+    assert answer.code == 0, answer.err
+    assert "continues run/checkpoints/step_00000002.ckpt (step 2) in " in answer.out
+    assert "changed: trainer.max_steps: 2 -> 4" in answer.out
+    continued = result(tmp_path / "run")
+    assert continued["resumed_from"] == "run/checkpoints/step_00000002.ckpt"
+    assert continued["loss_curve"] == result(tmp_path / "whole")["loss_curve"]
+    folders = [path.name for path in (tmp_path / "run" / "wandb").glob("offline-run-*")]
+    assert len(folders) == 2 and len({name.rpartition("-")[2] for name in folders}) == 1
+
+
+def test_each_job_of_a_sweep_has_a_process_and_one_that_fails_does_not_stop_the_rest(
+    tmp_path: Path, cache: str
+) -> None:
+    sweep = ["-m", "attention=naive,flash", "model.heads=3,2", "hydra.sweep.dir=sweep", "callbacks=none"]
+    short = [argument for argument in SHORT if not argument.startswith("hydra.")]
+    answer = subprocess.run(
+        [sys.executable, "-m", "flash_train.commands.train", *short, *sweep],
+        cwd=tmp_path,
+        env={**os.environ, "XDG_CACHE_HOME": cache},
+        capture_output=True,
+        text=True,
+    )
+    assert answer.returncode == 1, answer.stderr
+    assert "4 jobs: 2 ok, 2 failed" in answer.stdout and "exit 2: " in answer.stdout
+    assert answer.stderr.count("heads must divide width") == 2 and "Traceback" not in answer.stderr
+    jobs = [result(tmp_path / "sweep" / str(number)) for number in range(4)]
+    assert [job["status"] for job in jobs] == ["failed", "ok", "failed", "ok"]
+    assert [jobs[number]["attention"]["ran"] for number in (1, 3)] == ["naive", "tiled"]
+
+
+def test_ctrl_c_leaves_a_checkpoint_and_a_result(tmp_path: Path, cache: str) -> None:
+    run = subprocess.Popen(
+        [sys.executable, "-m", "flash_train.commands.train", *SHORT, "trainer.max_steps=100000"],
+        cwd=tmp_path,
+        env={**os.environ, "XDG_CACHE_HOME": cache},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert run.stdout is not None
+    while not run.stdout.readline().startswith("step 2/"):
+        assert run.poll() is None
+    run.send_signal(signal.SIGINT)
+    _, err = run.communicate(timeout=60)
+    assert run.returncode == 130 and "Traceback" not in err, err
+    found = result(tmp_path / "run")
+    assert (found["status"], found["error"]) == ("interrupted", "interrupted")
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
+    assert checkpoint.name == f"step_{found['steps']:08d}.ckpt"
