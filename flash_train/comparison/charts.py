@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
 from flash_train.comparison.agreement import LOSS_LIMIT
 from flash_train.comparison.plan import REFERENCE, REORDERED
@@ -146,7 +146,8 @@ def _draw_losses(axes: Axes, runs: Mapping[str, Row]) -> None:
 
 
 def _draw_differences(axes: Axes, runs: Mapping[str, Row], floor: float | None) -> None:
-    axes.set_xlabel("step")
+    axes.set_xlabel("optimizer step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     reference = runs.get(REFERENCE)
     if reference is None:
         axes.text(0.5, 0.5, f"no valid run of {REFERENCE}", transform=axes.transAxes, ha="center")

@@ -60,8 +60,8 @@ def describe_setting(comparison: Comparison, children: Children) -> str:
     config, settings = children.config, children.settings
     parameters = next((row.parameters for row in comparison.rows if row.parameters), None)
     size = [f"{human_count(parameters)} parameters"] if parameters else []
-    tokens = settings.micro_batch_tokens
-    batch = f"{tokens:,} tokens" if tokens else f"{config['data']['batch_size']} rows"
+    rows, tokens = config["data"]["batch_size"], settings.micro_batch_tokens
+    batch = f"{tokens:,} tokens" if tokens else f"{rows} {'row' if rows == 1 else 'rows'}"
     parts = [config["name"], *size, config["precision"]["lightning"], f"{batch} a micro-batch"]
     return f"{', '.join(parts)}; {_device(comparison)}"
 

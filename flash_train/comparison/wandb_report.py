@@ -2,17 +2,18 @@
 
 import shutil
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from flash_train.comparison import table
 from flash_train.comparison.children import Children
 from flash_train.comparison.conduct import Comparison
 from flash_train.comparison.results import Cell
 
 _GIB = 2**30
+_COLUMNS = tuple(field.name for field in fields(Cell))
 _LENGTH = "comparison/sequence_length"
 
 
@@ -41,6 +42,7 @@ def log_comparison(comparison: Comparison, children: Children, files: Sequence[P
     """
     import wandb
 
+    cells = comparison.cells
     logger = children.config["loggers"]["wandb"]
     run = wandb.init(
         dir=children.folder,
@@ -55,10 +57,10 @@ def log_comparison(comparison: Comparison, children: Children, files: Sequence[P
         settings=wandb.Settings(silent=True, x_disable_stats=True),
     )
     with run:
-        _log_curves(run, comparison.cells)
-        lines = wandb.Table(columns=[*table.columns(comparison.cells)], data=table.body(comparison.cells))
+        _log_curves(run, cells)
+        lines = wandb.Table(columns=[*_COLUMNS], data=[[getattr(cell, name) for name in _COLUMNS] for cell in cells])
         pictures = {f"comparison/{file.stem}_chart": wandb.Image(str(file)) for file in files if file.suffix == ".png"}
-        run.log({"comparison/table": lines, **_line_charts(comparison.cells), **pictures})
+        run.log({"comparison/table": lines, **_line_charts(cells), **pictures})
         run.summary["comparison/verdict"] = comparison.verdict.sentence
         for file in files:
             # A copy: a file that lies elsewhere would be a link, with a warning.
@@ -70,7 +72,7 @@ def _log_curves(run: Any, cells: Sequence[Cell]) -> None:
     arms = list(dict.fromkeys(cell.arm for cell in cells))
     run.define_metric(_LENGTH)
     for arm in arms:
-        for metric in ("peak_allocated_gib", "tokens_per_second", "out_of_memory"):
+        for metric in ("peak_allocated_gib", "peak_reserved_gib", "tokens_per_second", "out_of_memory"):
             run.define_metric(f"comparison/{arm}/{metric}", step_metric=_LENGTH)
     for length in sorted({cell.length for cell in cells}):
         values: dict[str, float] = {_LENGTH: length}
@@ -81,12 +83,13 @@ def _log_curves(run: Any, cells: Sequence[Cell]) -> None:
 
 
 def _metrics(cell: Cell) -> dict[str, float]:
-    values: dict[str, float] = {f"comparison/{cell.arm}/out_of_memory": int(cell.status == "oom")}
-    if cell.peak_allocated_bytes:
-        values[f"comparison/{cell.arm}/peak_allocated_gib"] = cell.peak_allocated_bytes / _GIB
-    if cell.tokens_per_second:
-        values[f"comparison/{cell.arm}/tokens_per_second"] = cell.tokens_per_second
-    return values
+    values = {
+        "peak_allocated_gib": (cell.peak_allocated_bytes or 0) / _GIB,
+        "peak_reserved_gib": (cell.peak_reserved_bytes or 0) / _GIB,
+        "tokens_per_second": cell.tokens_per_second,
+    }
+    measured = {f"comparison/{cell.arm}/{name}": value for name, value in values.items() if value}
+    return {f"comparison/{cell.arm}/out_of_memory": int(cell.status == "oom"), **measured}
 
 
 def _line_charts(cells: Sequence[Cell]) -> dict[str, Any]:

@@ -1,0 +1,92 @@
+"""The pictures and the page, of invented results."""
+
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from matplotlib.figure import Figure
+
+from flash_train.comparison.agreement import judge
+from flash_train.comparison.charts import loss_chart, memory_chart, save_charts, speed_chart
+from flash_train.comparison.report import report_html
+from flash_train.comparison.results import Row, cells
+from flash_train.comparison.verdict import conclude
+from tests.comparison.made_up import MIB, judged_rows, row
+
+CARD = 1000 * MIB
+CURVES = {"naive": (5.0, 4.0), "naive_reversed": (5.0, 4.001), "sdpa": (5.0, 4.001), "flash": (5.0, 4.002)}
+
+
+@pytest.fixture
+def rows() -> list[Row]:
+    longer = [row("naive", 74, status="oom", memory=None, speed=None), row("sdpa", 74), row("flash", 74)]
+    return [*judged_rows(CURVES), *longer]
+
+
+def charts(rows: list[Row]) -> dict[str, Figure]:
+    measured = cells(rows)
+    return {
+        "memory": memory_chart(measured, setting="a model", device_memory=CARD, exponents={"naive": 1.9}),
+        "speed": speed_chart(measured, setting="a model"),
+        "loss": loss_chart(rows, setting="a model", lengths=(37,), floors={37: 1e-3}),
+    }
+
+
+def test_out_of_memory_is_a_cross_at_the_devices_memory_on_log_axes(rows: list[Row]):
+    (axes,) = charts(rows)["memory"].axes
+    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
+    crosses = [line.get_xydata().tolist() for line in axes.lines if line.get_marker() == "x" and len(line.get_xdata())]
+    assert crosses == [[[74, CARD]]]
+    curves = {line.get_label(): list(line.get_xdata()) for line in axes.lines if line.get_marker() in "os^"}
+    assert curves == {"naive, ~ T$^{1.9}$": [37], "sdpa": [37, 74], "flash": [37, 74]}
+
+
+def test_the_loss_chart_shows_each_distance_from_naive_and_the_floor(rows: list[Row]):
+    losses, distances = charts(rows)["loss"].axes
+    assert [line.get_label() for line in losses.lines] == ["naive", "sdpa", "flash"]
+    drawn = {line.get_label(): max(line.get_ydata()) for line in distances.lines}
+    assert drawn == pytest.approx(
+        {"sdpa": 1e-3, "flash": 2e-3, "naive, keys in reverse order": 1e-3, "3 x noise floor": 3e-3}
+    )
+
+
+def test_equal_results_are_equal_files(rows: list[Row], tmp_path: Path):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        save_charts(tmp_path / name, charts(rows))
+    for file in sorted((tmp_path / "one").iterdir()):
+        assert file.read_bytes() == (tmp_path / "two" / file.name).read_bytes(), file.name
+
+
+def test_charts_can_be_drawn_when_nothing_was_measured(tmp_path: Path):
+    save_charts(tmp_path, charts([row("naive", 37, status="failed", error="x", memory=None, speed=None, losses=())]))
+
+
+def test_the_report_opens_with_the_verdict_and_needs_nothing_else(rows: list[Row], tmp_path: Path):
+    save_charts(tmp_path, charts(rows))
+    gradients = {37: {"naive": 1e-7, "sdpa": 1e-7, "flash": 1.2e-7}}
+    verdict = conclude(rows, cells(rows), judge(rows, arms=("sdpa", "flash"), lengths=(37,), gradients=gradients))
+    page = report_html(
+        title="A <comparison>",
+        setting="a model & a device",
+        verdict=verdict,
+        cells=cells(rows),
+        rows=rows,
+        charts={name: tmp_path / f"{name}.svg" for name in ("memory", "speed", "loss")},
+        facts={"torch": "2.13.0", "git_commit": "abc"},
+        command="flash-compare 'arms=[naive,flash]'",
+    )
+    body = page[page.index("<body>") :]
+    assert re.sub(r"<[^>]*>", "", body).strip().startswith(verdict.sentence.replace("'", "&#x27;"))
+    for fact in ("2.13.0", "abc", "flash-compare &#x27;arms=[naive,flash]&#x27;", "A &lt;comparison&gt;"):
+        assert fact in page
+    assert "<script" not in page and not re.search(r'(src|href)="(?!#)', page) and "url(http" not in page
+    identifiers = re.findall(r'\bid="([^"]*)"', page)
+    assert len(identifiers) == len(set(identifiers)) and page.count("<svg") == 3
+    assert set(re.findall(r'href="#([^"]*)"', page)) <= set(identifiers)
+    ElementTree.fromstring(
+        page.partition("\n")[2]
+        .replace('<meta charset="utf-8">', "")
+        .replace('<meta name="viewport" content="width=device-width, initial-scale=1">', "")
+    )

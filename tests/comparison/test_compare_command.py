@@ -1,0 +1,210 @@
+"""The whole command on children that only pretend to train, and once on real ones."""
+
+import csv
+import json
+import logging
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flash_train.commands import compare
+from flash_train.comparison import children, wandb_report
+from tests.comparison.wandb_offline import OfflineRun, read_offline_run
+
+ROOT = Path(__file__).parents[2]
+SMALL = ("model=gpt_nano", "lengths=[37,74,148]", "steps=3", "micro_batch_tokens=148", "loggers=none")
+Command = Callable[..., int]
+
+
+@pytest.fixture
+def flash_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Command]:
+    """Calls the command in `tmp_path`, its output in `tmp_path`/out; the exit code."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setattr(children, "TRAIN", "tests.comparison.fake_child")
+    monkeypatch.setattr(children, "GRADIENTS", "tests.comparison.fake_child")
+    before, handlers = signal.getsignal(signal.SIGTERM), list(logging.root.handlers)
+
+    def call(*overrides: str, **behaviour: str) -> int:
+        monkeypatch.setenv("FAKE_CHILD", json.dumps({key.replace("_at_", "@"): how for key, how in behaviour.items()}))
+        monkeypatch.setattr(sys, "argv", ["flash-compare", *overrides])
+        with pytest.raises(SystemExit) as ending:
+            compare.main()
+        return int(ending.value.code or 0)
+
+    yield call
+    signal.signal(signal.SIGTERM, before)
+    for handler in set(logging.root.handlers) - set(handlers):  # Hydra's log file
+        logging.root.removeHandler(handler)
+        handler.close()
+
+
+def results(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "results.json").read_text())
+
+
+def offline_runs(folder: Path) -> list[OfflineRun]:
+    return [read_offline_run(run) for run in sorted(folder.glob("**/wandb/offline-run-*"))]
+
+
+def test_one_command_leaves_numbers_charts_and_a_report(flash_compare: Command, tmp_path: Path, capsys: Any):
+    assert flash_compare(*SMALL, "output=out", naive_at_148="oom") == 0
+    found = results(tmp_path / "out")
+    assert [(row["arm"], row["length"], row["status"]) for row in found["rows"][:3]] == [
+        ("naive", 37, "ok"),
+        ("sdpa", 37, "ok"),
+        ("flash", 37, "ok"),
+    ]
+    statuses = {(row["arm"], row["length"]): row["status"] for row in found["rows"]}
+    assert len(found["rows"]) == 9 and statuses[("naive", 148)] == "oom"
+    assert [row["arm"] for row in found["floor_rows"]] == ["naive", "naive_reversed"] * 2
+    assert found["command"].startswith("flash-compare model=gpt_nano 'lengths=[37,74,148]'")
+    assert found["commit"] == "abc" and found["versions"]["torch"] == "2.13.0"
+    assert [one["agrees"] for one in found["verdict"]["agreement"]] == [True] * 4
+    assert len(list(csv.DictReader((tmp_path / "out" / "results.csv").read_text().splitlines()))) == 13
+    for name in ("memory", "speed", "loss"):
+        assert (tmp_path / "out" / f"{name}.png").stat().st_size > 10_000 and (
+            tmp_path / "out" / f"{name}.svg"
+        ).exists()
+    printed = capsys.readouterr().out
+    assert "OOM" in printed and found["verdict"]["sentence"] in printed
+    assert "naive ran out of memory where flash used" in found["verdict"]["sentence"]
+
+
+def test_children_share_everything_but_the_arm(flash_compare: Command, tmp_path: Path):
+    flash_compare(*SMALL, "output=out", "lengths=[74]", "model.width=48", "schedule.warmup_steps=90")
+    commands = {
+        folder.name: json.loads((folder / "command.json").read_text())["command"]
+        for folder in (tmp_path / "out" / "runs").iterdir()
+    }
+    naive, flash = ([part for part in commands[f"{arm}_T74_1"] if "run.dir" not in part] for arm in ("naive", "flash"))
+    assert set(naive) ^ set(flash) == {"attention=naive", "attention=flash"}
+    for part in ("model.width=48", "data.sequence_length=74", "data.batch_size=2", "trainer.max_steps=3"):
+        assert part in flash
+    assert flash.index("schedule.warmup_steps=1") > flash.index("schedule.warmup_steps=90")
+    assert "lengths=[74]" not in flash and "lengths=[74]" in commands["gradients"]
+
+
+def test_an_arm_that_crashes_is_reported_and_the_others_go_on(flash_compare: Command, tmp_path: Path, capsys: Any):
+    assert flash_compare(*SMALL, "output=out", sdpa="crash", flash_at_74="fallback") == 1
+    problems = results(tmp_path / "out")["verdict"]["problems"]
+    assert problems[0].startswith("sdpa at T=37 failed: ended with exit code 1 and no result: RuntimeError")
+    assert "flash at T=74 invalid: flash was asked for and naive ran" in problems
+    assert "the moon was full" in capsys.readouterr().out
+    statuses = [row["status"] for row in results(tmp_path / "out")["rows"] if row["arm"] == "flash"]
+    assert statuses == ["ok", "invalid", "ok"]
+
+
+def test_what_fails_for_every_arm_is_not_tried_at_every_length(flash_compare: Command, tmp_path: Path):
+    assert flash_compare(*SMALL, "output=out", naive="crash", sdpa="crash", flash="crash", naive_reversed="crash") == 1
+    assert {row["length"] for row in results(tmp_path / "out")["rows"]} == {37}
+
+
+def test_different_initial_weights_are_called_an_invalid_comparison(flash_compare: Command, tmp_path: Path):
+    assert flash_compare(*SMALL, "output=out", flash_at_37="other weights") == 1
+    verdict = results(tmp_path / "out")["verdict"]
+    assert verdict["valid"] is False and "did not have the same initial weights" in verdict["problems"][0]
+
+
+def test_a_second_call_goes_on_where_the_first_ended(flash_compare: Command, tmp_path: Path, capsys: Any):
+    flash_compare(*SMALL, "output=out", flash_at_148="crash")
+    started = {path.parent.name: path.stat().st_mtime_ns for path in tmp_path.glob("out/runs/*/started")}
+    capsys.readouterr()
+    assert flash_compare(*SMALL, "output=out") == 0
+    again = {path.parent.name: path.stat().st_mtime_ns for path in tmp_path.glob("out/runs/*/started")}
+    assert {name for name in again if again[name] != started[name]} == {"flash_T148_1"}
+    assert capsys.readouterr().out.count("(ran before)") == 13
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("arms=[naive,nave]",), "got 'nave'"),
+        (("lengths=[64,-1]",), "lengths must be made of positive integers, got -1"),
+        (("lengths=[64,64]",), "got 64 twice"),
+        (("judged_lengths=[65]",), "judged_lengths must be a list of some of the lengths"),
+        (("micro_batch_tokens=100",), "micro_batch_tokens must be a multiple of every length"),
+        (("batch_tokens=100",), "batch_tokens must be a multiple of the micro-batch at every length"),
+        (("attention=naive",), "a comparison sets attention itself"),
+        (("stepz=3",), "did you mean steps"),
+        (("output=/proc/nowhere",), "/proc/nowhere"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_code_2(
+    flash_compare: Command, capsys: Any, overrides: tuple[str, ...], message: str
+):
+    assert flash_compare("model=gpt_nano", "loggers=none", *overrides) == 2
+    said = capsys.readouterr().err
+    assert message in said and len(said.strip().splitlines()) == 1
+
+
+def test_wandb_gets_one_run_that_holds_the_comparison(flash_compare: Command, tmp_path: Path):
+    assert flash_compare(*SMALL[:-1], "loggers=wandb", "output=out", naive_at_148="oom") == 0
+    (run,) = offline_runs(tmp_path / "out")
+    assert run.job_type == "comparison" and run.group.startswith("out-")
+    assert run.patterns == []
+    assert run.metrics["comparison/flash/peak_allocated_gib"] == "comparison/sequence_length"
+    curve = [
+        (line["comparison/sequence_length"], line.get("comparison/naive/out_of_memory")) for line in run.history[:3]
+    ]
+    assert curve == [(37, 0), (74, 0), (148, 1)]
+    assert run.summary["comparison/table.nrows"] == 9
+    charts = {key.rpartition(".")[2] for key in run.config if key.startswith("_wandb.visualize.")}
+    assert charts == {"comparison/peak_memory", "comparison/speed"}
+    for file in ("results.json", "results.csv", "report.html", "memory.png", "memory.svg"):
+        assert file in run.files
+
+
+def test_children_in_wandb_are_grouped_with_the_comparison_and_the_floor_is_not(flash_compare: Command, tmp_path: Path):
+    flash_compare(*SMALL[:-1], "loggers=wandb", "output=out", "lengths=[37]")
+    (run,) = offline_runs(tmp_path / "out")
+
+    def command(name: str) -> list[str]:
+        return json.loads((tmp_path / "out" / "runs" / name / "command.json").read_text())["command"]
+
+    assert {f"loggers.wandb.group='{run.group}'", "loggers.wandb.job_type=flash"} < set(command("flash_T37_1"))
+    assert "loggers.wandb=null" in command("naive_reversed_T37_1")
+
+
+@pytest.mark.parametrize("broken", ["why_unusable", "log_comparison"])
+def test_without_wandb_nothing_is_lost(
+    flash_compare: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, broken: str
+):
+    def fail(*_: Any) -> None:
+        raise OSError("no disk")
+
+    monkeypatch.setattr(wandb_report, broken, fail if broken == "log_comparison" else lambda: "ImportError: no wandb")
+    assert flash_compare(*SMALL[:-1], "loggers=wandb", "output=out", "lengths=[37]") == 0
+    assert (tmp_path / "out" / "report.html").exists() and len(results(tmp_path / "out")["rows"]) == 3
+    assert "wandb" in capsys.readouterr().out
+
+
+def test_real_children_train_the_same_model_and_are_judged(
+    flash_compare: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    given = ("model=gpt_nano", "arms=[naive,flash]", "lengths=[128]", "data.batch_size=3", "steps=8")
+    monkeypatch.setattr(sys, "argv", ["flash-compare", *given, "output=out"])
+    with pytest.raises(SystemExit) as ending:
+        compare.main()
+    found = results(tmp_path / "out")
+    assert ending.value.code == 0, found["verdict"]["problems"]
+    naive, flash = found["rows"]
+    assert (naive["ran"], flash["ran"], flash["device"]) == ("naive", "tiled", "cpu")
+    assert flash["peak_allocated_bytes"] < naive["peak_allocated_bytes"]
+    for row in (naive, flash):
+        assert row["tokens_per_second"] > 0 and len(row["loss_curve"]) == 8
+        for phase in ("forward", "backward", "optimizer", "validation"):
+            assert 0 < row[f"{phase}_peak_allocated_bytes"] <= row["peak_allocated_bytes"]
+    (judged,) = found["verdict"]["agreement"]
+    assert judged["agrees"] is not None and judged["gradient_ratio"] < 2 and 0 < judged["loss_floor"] < 1e-4
+    assert judged["loss_difference"] < 1e-4
+    runs = offline_runs(tmp_path / "out")
+    assert sorted(run.job_type for run in runs) == ["comparison", "flash", "naive"]
+    assert len({run.group for run in runs}) == 1
+    assert found["data"] and found["environment"]["torch"]
