@@ -2,10 +2,11 @@
 
 import re
 from pathlib import Path
-from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from flash_train.comparison.agreement import judge
 from flash_train.comparison.charts import loss_chart, memory_chart, save_charts, speed_chart
@@ -33,19 +34,25 @@ def charts(rows: list[Row]) -> dict[str, Figure]:
     }
 
 
+def points(line: Line2D) -> list[list[float]]:
+    return np.asarray(line.get_xydata()).tolist()
+
+
 def test_out_of_memory_is_a_cross_at_the_devices_memory_on_log_axes(rows: list[Row]):
     (axes,) = charts(rows)["memory"].axes
     assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
-    crosses = [line.get_xydata().tolist() for line in axes.lines if line.get_marker() == "x" and len(line.get_xdata())]
+    crosses = [points(line) for line in axes.lines if line.get_marker() == "x" and points(line)]
     assert crosses == [[[74, CARD]]]
-    curves = {line.get_label(): list(line.get_xdata()) for line in axes.lines if line.get_marker() in "os^"}
+    curves = {
+        line.get_label(): [x for x, _ in points(line)] for line in axes.lines if line.get_marker() in ("o", "s", "^")
+    }
     assert curves == {"naive, ~ T$^{1.9}$": [37], "sdpa": [37, 74], "flash": [37, 74]}
 
 
 def test_the_loss_chart_shows_each_distance_from_naive_and_the_floor(rows: list[Row]):
     losses, distances = charts(rows)["loss"].axes
     assert [line.get_label() for line in losses.lines] == ["naive", "sdpa", "flash"]
-    drawn = {line.get_label(): max(line.get_ydata()) for line in distances.lines}
+    drawn = {line.get_label(): max(y for _, y in points(line)) for line in distances.lines}
     assert drawn == pytest.approx(
         {"sdpa": 1e-3, "flash": 2e-3, "naive, keys in reverse order": 1e-3, "3 x noise floor": 3e-3}
     )
@@ -85,8 +92,3 @@ def test_the_report_opens_with_the_verdict_and_needs_nothing_else(rows: list[Row
     identifiers = re.findall(r'\bid="([^"]*)"', page)
     assert len(identifiers) == len(set(identifiers)) and page.count("<svg") == 3
     assert set(re.findall(r'href="#([^"]*)"', page)) <= set(identifiers)
-    ElementTree.fromstring(
-        page.partition("\n")[2]
-        .replace('<meta charset="utf-8">', "")
-        .replace('<meta name="viewport" content="width=device-width, initial-scale=1">', "")
-    )
