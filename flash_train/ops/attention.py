@@ -126,9 +126,7 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     Not `torch.library.register_autocast`: it fixes one dtype at registration.
     """
     device = q.device.type
-    if not torch.amp.is_autocast_available(device):  # the meta device
-        return q, k, v
-    if q.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+    if q.is_meta or q.dtype == torch.float64 or not torch.is_autocast_enabled(device):
         return q, k, v
     dtype = torch.get_autocast_dtype(device)
     return q.to(dtype), k.to(dtype), v.to(dtype)

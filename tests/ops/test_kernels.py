@@ -7,7 +7,7 @@ import torch
 
 from flash_train.ops.attention import choose_implementation, flash_attention, flash_attention_with_lse
 from flash_train.ops.kernels import backward, forward, launch
-from tests.ops.errors import Case, check, inputs
+from tests.ops.errors import Case, check, inputs, results
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 ON_GPU = torch.cuda.is_available()
@@ -18,7 +18,6 @@ SMALL = [
     Case(2, 6, 2, 37, 41, 24, 24),
     Case(1, 2, 2, 70, 33, 40, 40),  # causal: the first 37 rows see nothing
     Case(1, 3, 1, 1, 50, 16, 8),
-    Case(1, 2, 1, 33, 1, 9, 20),
 ]
 
 
@@ -39,6 +38,20 @@ def poisoned_memory(monkeypatch):
 def test_kernels_lose_no_more_than_plain_pytorch(dtype, case, causal):
     tensors = inputs(case, dtype, DEVICE)
     check(tensors, causal=causal, implementation="triton", dtype=dtype, budget=BUDGET.get(dtype, 2.0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_key_is_passed_on(dtype):
+    """P is 1: the output is v itself, and dS = dO v - delta cancels down to -dL, but for the products' rounding."""
+    q, k, v, do, dl = inputs(Case(1, 4, 2, 33, 1, 9, 20), dtype, DEVICE)
+    output, lse, dq, *_ = results([q, k, v, do, dl], causal=False, implementation="triton", dtype=dtype)
+    k, v = (x.double().repeat_interleave(2, dim=1) for x in (k, v))
+    assert torch.equal(output.double(), v.expand_as(output))
+    torch.testing.assert_close(lse.double(), (q.double() @ k.transpose(-1, -2)).squeeze(-1) / 3, rtol=1e-6, atol=1e-6)
+    exact = dl.double().unsqueeze(-1) * k / 3
+    roundings = 2 * v.shape[-1] * torch.finfo(torch.float32).eps * (do.double().abs() @ v.abs().transpose(-1, -2))
+    rounded = torch.finfo(dtype).eps if DEVICE == "cuda" or dtype != torch.bfloat16 else 2 * torch.finfo(dtype).eps
+    assert ((dq.double() - exact).abs() <= roundings * k.abs() / 3 + 2 * rounded * exact.abs()).all()
 
 
 @pytest.mark.parametrize("layout", ["heads first", "sliced", "broadcast gradient", "transposed head"])

@@ -83,9 +83,13 @@ def trainer(folder: Path, *callbacks: Callback, max_steps: int = 10, **options: 
     """A quiet CPU trainer that writes into `folder`; a Checkpoint is among the callbacks unless one is given."""
     if not any(isinstance(callback, Checkpoint) for callback in callbacks):
         callbacks = (*callbacks, Checkpoint(dirpath=folder / "checkpoints", every_n_train_steps=100))
-    defaults: dict[str, Any] = {"logger": False, "log_every_n_steps": 1, "enable_progress_bar": False}
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu",
+        "logger": False,
+        "log_every_n_steps": 1,
+        "enable_progress_bar": False,
+    }
     return Trainer(
-        accelerator="cpu",
         default_root_dir=folder,
         max_steps=max_steps,
         enable_model_summary=False,

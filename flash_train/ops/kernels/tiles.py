@@ -79,7 +79,10 @@ def multiply(a, b, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
 
 @triton.jit
 def multiply_add(a, b, c, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
-    """a @ b + c in fp32."""
+    """a @ b + c in fp32. For fp32 operands the product is summed apart: one chain of S additions rounds too often."""
     if UPCAST:
         a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, c, input_precision=PRECISION)
+    if a.dtype == tl.float32:
+        return tl.fma(c, 1.0, tl.dot(a, b, input_precision=PRECISION))  # an addition would be folded into the chain
+    else:
+        return tl.dot(a, b, c, input_precision=PRECISION)
