@@ -6,10 +6,12 @@ Nothing here imports torch: help, completion and a misspelled key are answered a
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, NoReturn
@@ -28,6 +30,9 @@ from flash_train.config import config_root, group_options, register
 
 Task = Callable[[dict[str, Any], Path, list[str]], int]
 Recall = Callable[[str], list[str]]
+
+# Under this variable Hydra raises what it would otherwise print with a stack trace and advice of its own.
+_FULL_ERROR = "HYDRA_FULL_ERROR"
 
 
 class ExitCode(IntEnum):
@@ -49,26 +54,35 @@ def launch(task: Task, *, config_name: str, module: str, recall: tuple[str, Reca
         module: the command's module, which each job of `-m` runs in a process of its own.
         recall: a key (`resume_from`) and what returns the overrides of the earlier run that its value points to.
     """
-    # With it Hydra raises what it would otherwise print with a stack trace and advice of its own.
-    full_error = os.environ.get("HYDRA_FULL_ERROR")
-    os.environ["HYDRA_FULL_ERROR"] = "1"
+    wanted = os.environ.get(_FULL_ERROR)
     try:
-        register()
-        arguments = get_args_parser().parse_intermixed_args()  # overrides before and after -m
-        if not (arguments.shell_completion or arguments.help or arguments.hydra_help):
-            _prepare(arguments, recall)
-        sys.exit(_compose_and_run(task, arguments, config_name=config_name, module=module))
+        with _environment(_FULL_ERROR, "1"):
+            register()
+            arguments = get_args_parser().parse_intermixed_args()  # overrides before and after -m
+            if not (arguments.shell_completion or arguments.help or arguments.hydra_help):
+                _prepare(arguments, recall)
+            code = _compose_and_run(_Job(task, config_name, module, arguments, wanted))
     except KeyboardInterrupt:
-        sys.exit(ExitCode.INTERRUPTED)
+        code = ExitCode.INTERRUPTED
     except (ValueError, HydraException, OmegaConfBaseException, OSError) as error:
-        if full_error == "1":
+        if wanted == "1":
             raise
         complain(config_name, _one_sentence(error))
-        sys.exit(ExitCode.BAD_INPUT)
+        code = ExitCode.BAD_INPUT
+    sys.exit(code)
+
+
+@contextmanager
+def _environment(name: str, value: str | None) -> Iterator[None]:
+    before = os.environ.pop(name, None)
+    if value is not None:
+        os.environ[name] = value
+    try:
+        yield
     finally:
-        os.environ.pop("HYDRA_FULL_ERROR")
-        if full_error is not None:
-            os.environ["HYDRA_FULL_ERROR"] = full_error
+        os.environ.pop(name, None)
+        if before is not None:
+            os.environ[name] = before
 
 
 def complain(config_name: str, sentence: str) -> None:
@@ -91,37 +105,54 @@ def _groups(arguments: argparse.Namespace) -> dict[str, list[str]]:
     return group_options(*([Path(arguments.config_dir)] if arguments.config_dir else []))
 
 
-def _compose_and_run(task: Task, arguments: argparse.Namespace, *, config_name: str, module: str) -> int:
-    jobs: list[tuple[str, int]] = []
+class _Job:
+    """What Hydra calls with each composed configuration, one after the other; it keeps their exit codes."""
 
-    def job(config: DictConfig) -> None:
-        """One composed configuration. It raises nothing: Hydra would print its own lines around an exception."""
+    def __init__(
+        self, task: Task, config_name: str, module: str, arguments: argparse.Namespace, full_error: str | None
+    ) -> None:
+        self.task = task
+        self.config_name = config_name
+        self.module = module
+        self.arguments = arguments
+        self.full_error = full_error
+        self.swept = False
+        self.codes: list[tuple[str, int]] = []
+
+    def __call__(self, config: DictConfig) -> None:
+        """It raises nothing: Hydra would print its own lines around an exception."""
         settings = HydraConfig.get()
-        folder = Path(settings.runtime.output_dir)
-        typed = [str(text) for text in settings.overrides.task]
+        overrides = [str(text) for text in settings.overrides.task]
+        with _environment(_FULL_ERROR, self.full_error):
+            code = self._run(config, Path(settings.runtime.output_dir), overrides)
+        self.codes.append((" ".join(overrides), code))
+
+    def _run(self, config: DictConfig, folder: Path, overrides: list[str]) -> int:
         try:
-            if settings.mode == RunMode.MULTIRUN:
-                code = _run_child(module, arguments, folder, typed)
-            else:
-                code = task(_plain(config, arguments), folder, typed)
+            if HydraConfig.get().mode == RunMode.MULTIRUN:
+                self.swept = True
+                return _run_child(self.module, self.arguments, folder, overrides)
+            return self.task(_plain(config, self.arguments), folder, overrides)
         except (ValueError, OmegaConfBaseException) as error:
-            complain(config_name, _one_sentence(error))
-            code = ExitCode.BAD_INPUT
+            complain(self.config_name, _one_sentence(error))
+            return ExitCode.BAD_INPUT
         except Exception:
             traceback.print_exc()
-            code = ExitCode.FAILURE
-        jobs.append((" ".join(typed), code))
+            return ExitCode.FAILURE
 
+
+def _compose_and_run(job: _Job) -> int:
     setbase("1.3")
-    root = str(config_root() / "conf")
+    root, arguments = str(config_root() / "conf"), job.arguments
     try:
-        _run_hydra(arguments, get_args_parser(), job, config_path=root, config_name=config_name)
+        # hydra.main reads sys.argv itself, where the overrides of an earlier run do not stand.
+        _run_hydra(arguments, get_args_parser(), job, config_path=root, config_name=job.config_name)
     except HydraException:
-        check_keys(parse(arguments.overrides), _groups(arguments), _keys(arguments, root, config_name))
+        check_keys(parse(arguments.overrides), _groups(arguments), _keys(arguments, root, job.config_name))
         raise
-    if arguments.multirun:
-        return _report(jobs)
-    return jobs[0][1] if jobs else ExitCode.OK
+    if job.swept:
+        return _report(job.codes)
+    return job.codes[0][1] if job.codes else ExitCode.OK
 
 
 def _plain(config: DictConfig, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -176,16 +207,25 @@ def _one_sentence(error: BaseException) -> str:
 
 def _run_child(module: str, arguments: argparse.Namespace, folder: Path, overrides: Sequence[str]) -> int:
     """Run one job of a sweep in a process of its own, so that it starts from clean memory counters."""
-    command = [sys.executable, "-m", module, *overrides, f"hydra.run.dir={_quoted(str(folder))}"]
+    own = ("hydra.mode", "hydra.run", "hydra.sweep", "hydra.launcher", "hydra/launcher", "hydra/sweeper")
+    kept = [str(text) for text in HydraConfig.get().overrides.hydra if not str(text).lstrip("+~").startswith(own)]
+    command = [sys.executable, "-m", module, *overrides, *kept, f"hydra.run.dir={_quoted(str(folder))}"]
     if arguments.config_dir:
         command += ["--config-dir", arguments.config_dir]
-    environment = {name: value for name, value in os.environ.items() if name != "HYDRA_FULL_ERROR"}
-    child = subprocess.Popen(command, env=environment)
+    child = subprocess.Popen(command)
+
+    def end(number: int, frame: object) -> NoReturn:
+        child.terminate()
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, end)
     try:
         return child.wait()
     except KeyboardInterrupt:
-        child.wait()  # the terminal has sent it the same signal; let it write its last checkpoint
+        child.wait()  # a terminal has sent Ctrl-C to both; the child writes its last checkpoint
         raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _quoted(text: str) -> str:

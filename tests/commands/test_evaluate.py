@@ -6,7 +6,14 @@ from tests.commands.conftest import SHORT, Command
 
 
 def test_a_checkpoint_is_judged_over_the_whole_validation_split(command: Command, tmp_path: Path) -> None:
-    whole = ("validate_every=2", "trainer.limit_val_batches=1.0", "trainer.overfit_batches=0")
+    (tmp_path / "text.txt").write_text("It was a bright cold day in April, and the clocks were striking. " * 300)
+    whole = (
+        "data=text",
+        "data.paths=text.txt",
+        "validate_every=2",
+        "trainer.limit_val_batches=1.0",
+        "trainer.overfit_batches=0",
+    )
     fitted = command(train.main, *SHORT, *whole)
     assert fitted.code == 0, fitted.err
     answer = command(
@@ -18,7 +25,7 @@ def test_a_checkpoint_is_judged_over_the_whole_validation_split(command: Command
     assert abs(found["loss"] - seen_in_training["loss"]) < 1e-5
     assert abs(found["bits_per_byte"] - seen_in_training["bits_per_byte"]) < 1e-5
     assert f"{found['loss']:.4f}" in answer.out and found["step"] == 2
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["evaluation.json", "run"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["evaluation.json", "run", "text.txt"]
 
 
 def test_a_model_that_is_not_the_checkpoint_s_is_refused_in_one_line(command: Command) -> None:

@@ -100,7 +100,7 @@ def test_a_run_is_continued_in_its_folder_with_its_wandb_id(command: Command, tm
 def test_each_job_of_a_sweep_has_a_process_and_one_that_fails_does_not_stop_the_rest(
     tmp_path: Path, cache: str
 ) -> None:
-    sweep = ["-m", "attention=naive,flash", "model.heads=3,2", "hydra.sweep.dir=sweep", "callbacks=none"]
+    sweep = ["-m", "model.heads=3,2", "attention=naive", "hydra.sweep.dir=sweep", "callbacks=none"]
     short = [argument for argument in SHORT if not argument.startswith("hydra.")]
     answer = subprocess.run(
         [sys.executable, "-m", "flash_train.commands.train", *short, *sweep],
@@ -110,11 +110,11 @@ def test_each_job_of_a_sweep_has_a_process_and_one_that_fails_does_not_stop_the_
         text=True,
     )
     assert answer.returncode == 1, answer.stderr
-    assert "4 jobs: 2 ok, 2 failed" in answer.stdout and "exit 2: " in answer.stdout
-    assert answer.stderr.count("heads must divide width") == 2 and "Traceback" not in answer.stderr
-    jobs = [result(tmp_path / "sweep" / str(number)) for number in range(4)]
-    assert [job["status"] for job in jobs] == ["failed", "ok", "failed", "ok"]
-    assert [jobs[number]["attention"]["ran"] for number in (1, 3)] == ["naive", "tiled"]
+    assert "2 jobs: 1 ok, 1 failed" in answer.stdout and "exit 2: " in answer.stdout
+    assert answer.stderr.startswith("flash-train: heads must divide width") and "Traceback" not in answer.stderr
+    jobs = [result(tmp_path / "sweep" / str(number)) for number in range(2)]
+    assert [job["status"] for job in jobs] == ["failed", "ok"]
+    assert jobs[1]["attention"]["ran"] == "naive"
 
 
 def test_ctrl_c_leaves_a_checkpoint_and_a_result(tmp_path: Path, cache: str) -> None:
