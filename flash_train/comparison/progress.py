@@ -1,5 +1,6 @@
 """What runs now, what has run, how long it took and how long the rest will take."""
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -37,11 +38,16 @@ class Display:
     def __init__(self, bar: Progress, *, total: int) -> None:
         self._bar = bar
         self._task = bar.add_task("", total=total, left="")
+        self._end: float | None = None
 
     def running(self, what: str, *, left: float | None) -> None:
-        self._bar.update(self._task, description=what, left="" if left is None else f"about {human_seconds(left)} left")
+        """`what` runs now; with all that follows it will take another `left` seconds, as far as is known."""
+        self._bar.update(self._task, description=what)
+        self._end = None if left is None else time.monotonic() + left
 
     def tick(self) -> None:
+        left = None if self._end is None else max(0.0, self._end - time.monotonic())
+        self._bar.update(self._task, left="" if left is None else f"about {human_seconds(left)} left")
         self._bar.refresh()
 
     def ended(self, line: str) -> None:

@@ -60,7 +60,7 @@ class Row:
 
     @property
     def name(self) -> str:
-        return f"{self.arm} at T={self.length}" + (f", repeat {self.repeat}" if self.repeat > 1 else "")
+        return str(Run(arm=self.arm, length=self.length, repeat=self.repeat))
 
 
 def row_from_result(run: Run, result: dict[str, Any], *, seconds: float, folder: str) -> Row:

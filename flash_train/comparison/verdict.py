@@ -16,11 +16,15 @@ NOTICEABLE = 1.05
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """`sentence` opens the report. `notes` are further sentences; `problems` those that a reader must know first."""
+    """`sentence` opens the report. `notes` are further sentences; `problems` those that a reader must know first.
+
+    `valid` is False if the runs did not start alike: then the sentence says that, and nothing else can be concluded.
+    """
 
     sentence: str
     notes: tuple[str, ...]
     problems: tuple[str, ...]
+    valid: bool
     agreements: tuple[Agreement, ...]
     growth_exponents: dict[str, float | None]
 
@@ -34,7 +38,7 @@ class Verdict:
             "sentence": self.sentence,
             "notes": list(self.notes),
             "problems": list(self.problems),
-            "valid": not self.problems,
+            "valid": self.valid,
             "agreement": judged,
             "limits": {"gradient_ratio": GRADIENT_LIMIT, "loss_ratio": LOSS_LIMIT},
             "growth_exponents": self.growth_exponents,
@@ -46,7 +50,9 @@ def conclude(rows: Sequence[Row], cells: Sequence[Cell], agreements: Sequence[Ag
     arms = list(dict.fromkeys(cell.arm for cell in cells))
     reference = REFERENCE if REFERENCE in arms else arms[0]
     subject = SUBJECT if SUBJECT in arms else arms[-1]
-    problems = unequal_starts(rows) + [f"{row.name} {row.status}: {row.error}" for row in rows if _unusable(row)]
+    unequal = unequal_starts(rows)
+    problems = unequal + [f"{row.name} {row.status}: {row.error}" for row in rows if _unusable(row)]
+    sentence = _headline(cells, reference, subject) + _agreement_clause(agreements, subject)
     exponents = {arm: _exponent(cells, arm) for arm in arms}
     notes = [_judgement(one) for one in agreements] + _other_arms(cells, arms, reference, subject)
     commits = sorted({row.commit for row in rows if row.commit})
@@ -56,9 +62,10 @@ def conclude(rows: Sequence[Row], cells: Sequence[Cell], agreements: Sequence[Ag
     if grown:
         notes.append(f"Beyond a fixed part, peak memory grew: {', '.join(grown)}.")
     return Verdict(
-        sentence=_headline(cells, reference, subject) + _agreement_clause(agreements, subject),
+        sentence=unequal[0] if unequal else sentence,
         notes=tuple(notes),
         problems=tuple(problems),
+        valid=not unequal,
         agreements=tuple(agreements),
         growth_exponents=exponents,
     )

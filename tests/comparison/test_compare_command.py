@@ -107,7 +107,7 @@ def test_what_fails_for_every_arm_is_not_tried_at_every_length(flash_compare: Co
 def test_different_initial_weights_are_called_an_invalid_comparison(flash_compare: Command, tmp_path: Path):
     assert flash_compare(*SMALL, "output=out", flash_at_37="other weights") == 1
     verdict = results(tmp_path / "out")["verdict"]
-    assert verdict["valid"] is False and "did not have the same initial weights" in verdict["problems"][0]
+    assert verdict["valid"] is False and "did not have the same initial weights" in verdict["sentence"]
 
 
 def test_a_second_call_goes_on_where_the_first_ended(flash_compare: Command, tmp_path: Path, capsys: Any):
