@@ -2,6 +2,7 @@
 
 import json
 import struct
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,11 +28,20 @@ class OfflineRun:
     summary: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     files: list[str] = field(default_factory=list)
+    complete: bool = False
 
 
 def read_offline_run(folder: Path) -> OfflineRun:
-    """The run in an `offline-run-...` folder."""
+    """The run in an `offline-run-...` folder, once wandb's own process, which outlives the run, has written it all."""
     (log,) = folder.glob("*.wandb")
+    deadline = time.monotonic() + 30
+    while not (run := _read(log)).complete:
+        assert time.monotonic() < deadline, f"{log} was never finished"
+        time.sleep(0.05)
+    return run
+
+
+def _read(log: Path) -> OfflineRun:
     run = OfflineRun()
     for piece in _records(log.read_bytes()):
         record = protobuf.Record()  # pyright: ignore[reportAttributeAccessIssue] made when the module is imported
@@ -54,6 +64,8 @@ def _take(record: Any, run: OfflineRun) -> None:
         run.summary |= _items(record.summary.update)
     elif kind == "config":
         run.config |= _items(record.config.update)
+    elif kind == "exit":
+        run.complete = True
     elif kind == "files":
         run.files += [file.path for file in record.files.files]
 
