@@ -96,7 +96,7 @@ def build_module(
         config["model"],
         key="model",
         wired={
-            "vocabulary_size": data.vocabulary_size,
+            "vocabulary_size": vocabulary_size(config, data),
             "context_length": context_length or config["data"]["sequence_length"],
             "implementation": config["attention"]["implementation"],
             "checkpointing": config["checkpointing"]["granularity"],
@@ -113,6 +113,21 @@ def build_module(
         flops_per_token=model.flops_per_token(config["data"]["sequence_length"]),
         run_config=run_config,
     )
+
+
+def vocabulary_size(config: Config, data: TokenData) -> int:
+    """The model's vocabulary: that of the data, or a larger one whose other rows stay unused.
+
+    Raises ValueError if the configuration's is too small for the data.
+    """
+    size = config["vocabulary_size"]
+    if size is None:
+        return data.vocabulary_size
+    if not isinstance(size, int) or isinstance(size, bool) or size < data.vocabulary_size:
+        raise ValueError(
+            f"vocabulary_size must be null or a whole number of at least the data's, {data.vocabulary_size}, got {size!r}"
+        )
+    return size
 
 
 def build_loggers(config: Config, *, run_id: str) -> list[Logger]:
