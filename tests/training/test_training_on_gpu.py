@@ -43,6 +43,7 @@ class NoWaiting(Callback):
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")  # it sees what it sees
 def test_between_log_steps_nothing_waits_for_the_device(tmp_path: Path) -> None:
     watchers = (ProgressBar(), LossHistory(), NonFiniteGuard(), NoWaiting())
     fit(tmp_path, *watchers, precision="bf16-mixed", enable_progress_bar=True, logger=RecordingLogger())
