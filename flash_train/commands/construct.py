@@ -8,9 +8,8 @@ import types
 import typing
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, Literal, Union
-
-from hydra.utils import get_object
 
 from flash_train.commands.overrides import nearest
 
@@ -52,9 +51,9 @@ def check(node: Mapping[str, Any], *, key: str) -> Callable[..., Any]:
     if not _is_node(node):
         raise ValueError(f"{key} has no _target_, the dotted name of a class or function to call")
     try:
-        target = get_object(node["_target_"])
-    except (ImportError, ValueError) as error:
-        raise ValueError(f"{key}._target_ names nothing that can be imported: {str(error).splitlines()[0]}") from error
+        target = resolve_name(node["_target_"])
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"{key}._target_ names nothing that can be imported: {error}") from error
     for name, value in node.items():
         if _is_node(value):
             check(value, key=f"{key}.{name}")

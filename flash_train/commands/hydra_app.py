@@ -19,11 +19,12 @@ from typing import Any, NoReturn
 import hydra
 from hydra._internal.utils import _run_hydra, get_args_parser
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException
 from hydra.types import RunMode
 from hydra.version import setbase
 from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from flash_train.commands.overrides import check_groups, check_keys, merge, nearest, parse
 from flash_train.config import config_root, group_options, register
@@ -64,7 +65,7 @@ def launch(task: Task, *, config_name: str, module: str, recall: tuple[str, Reca
             code = _compose_and_run(_Job(task, config_name, module, arguments, wanted))
     except KeyboardInterrupt:
         code = ExitCode.INTERRUPTED
-    except (ValueError, HydraException, OmegaConfBaseException, OSError) as error:
+    except (ValueError, HydraException, OmegaConfBaseException, OSError, YAMLError) as error:
         if wanted == "1":
             raise
         complain(config_name, _one_sentence(error))
@@ -200,6 +201,11 @@ def _dotted(node: DictConfig, prefix: str = "") -> Iterator[str]:
 def _one_sentence(error: BaseException) -> str:
     """Hydra's and OmegaConf's messages run over several lines: the first says what is wrong, unless it is empty."""
     text = str(error).strip() or str(error.__cause__ or type(error).__name__).strip()
+    if isinstance(error, YAMLError):
+        text = " ".join(line.strip() for line in text.splitlines())
+    if isinstance(error, MissingConfigException) and error.options:
+        group, _, name = (error.missing_cfg_file or "").rpartition("/")
+        text = f"{group} has no {name!r} (set in a recipe?); {nearest(name, error.options)}"
     if isinstance(error, OSError) and error.strerror:
         text = f"cannot write {error.filename}: {error.strerror}"
     return text.splitlines()[0]

@@ -53,21 +53,30 @@ def build_objects(config: Config, *, run_id: str, run_config: Config) -> Objects
 
 def check_values(config: Config) -> None:
     """Look at every value before anything is built: a wrong one should not cost the preparation of the data."""
+    for key in ("seed", "validate_every"):
+        value = config[key]
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{key} must be a positive whole number, got {value!r}")
+    matmul = config["precision"]["float32_matmul"]
+    if matmul not in ("highest", "high", "medium"):  # torch only warns, and keeps what it had
+        raise ValueError(f"precision.float32_matmul must be highest, high or medium, got {matmul!r}")
     for key in ("trainer", "data", "model", "optimizer", "schedule"):
         check(config[key], key=key)
     for group in ("callbacks", "loggers"):
         for name, node in config[group].items():
             if node is not None:
                 check(node, key=f"{group}.{name}")
-    for key in ("seed", "validate_every"):
-        value = config[key]
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{key} must be a positive whole number, got {value!r}")
 
 
 def check_device(trainer: Mapping[str, Any]) -> None:
-    """Raise ValueError if the configuration asks for GPUs that torch does not see."""
-    if trainer.get("accelerator") not in ("cuda", "gpu"):
+    """Raise ValueError if the configuration names no device, or asks for GPUs that torch does not see.
+
+    An automatic choice is refused: what a run measures must not depend on where it happens to be started.
+    """
+    accelerator = trainer.get("accelerator")
+    if accelerator not in ("cpu", "cuda"):
+        raise ValueError(f"trainer.accelerator must be cpu or cuda, got {accelerator!r}")
+    if accelerator == "cpu":
         return
     seen = torch.cuda.device_count()
     if not seen:

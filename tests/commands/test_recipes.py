@@ -45,6 +45,11 @@ def test_a_recipe_has_its_header(recipe: Path) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
+def test_a_recipe_says_where_it_runs(recipe: Path) -> None:
+    assert re.search(r"^  - override /trainer: (cpu|cuda)$", recipe.read_text(), flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
 def test_a_recipe_takes_a_step(command: Command, tmp_path: Path, recipe: Path) -> None:
     (tmp_path / "text.txt").write_text("It was a bright cold day in April. " * 50)
     paths = ["data.paths=text.txt"] if "override /data: text" in recipe.read_text() else []
