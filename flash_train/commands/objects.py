@@ -134,7 +134,7 @@ def vocabulary_size(config: Config, data: TokenData) -> int:
         return data.vocabulary_size
     if not isinstance(size, int) or isinstance(size, bool) or size < data.vocabulary_size:
         raise ValueError(
-            f"vocabulary_size must be null or a whole number of at least the data's, {data.vocabulary_size}, got {size!r}"
+            f"vocabulary_size must be null or a whole number from {data.vocabulary_size} (the data's) on, got {size!r}"
         )
     return size
 
