@@ -96,7 +96,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None) -> Any:
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        grad_output, grad_lse = gradients
         if grad_output is None and grad_lse is None:
             return None, None, None, None, None, None
         return *attention_backward(grad_output, grad_lse, *ctx.saved_tensors, *ctx.options), None, None, None

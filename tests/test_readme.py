@@ -1,0 +1,57 @@
+"""What the README says to paste, works."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+SHORTER = {
+    "flash-train": ["trainer.max_steps=4", "schedule.warmup_steps=1", "data.sequence_length=33", "data.batch_size=1"],
+    "flash-compare": ["lengths=[32,48]", "steps=4"],
+}
+SHORTER["flash-train"] += ["validate_every=4", "trainer.limit_val_batches=1"]
+for changes in SHORTER.values():
+    changes += ["model.width=24", "model.depth=1", "loggers=csv"]
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+
+
+def commands() -> list[str]:
+    lines = [line.split("#")[0].strip() for block in blocks("bash") for line in block.splitlines()]
+    return [line for line in lines if line and not line.startswith(("make ", "wandb "))]
+
+
+def run(command: list[str], folder: Path) -> str:
+    answer = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert answer.returncode == 0, f"{shlex.join(command)}\n{answer.stdout}\n{answer.stderr}"
+    return answer.stdout
+
+
+def test_the_two_commands_come_first():
+    assert re.findall(r"^make \w+", blocks("bash")[0], re.MULTILINE) == ["make demo", "make test"]
+
+
+@pytest.mark.parametrize("command", commands())
+def test_commands_run(command, tmp_path):
+    name, *arguments = shlex.split(command)
+    program = Path(sys.executable).parent / name
+    shorter = [] if "--help" in arguments else SHORTER[name]
+    if "-m" in arguments:  # what the recipe says of its own data stays
+        shorter = [change for change in shorter if not change.startswith("data.")]
+    if name == "flash-compare":
+        arguments = [argument for argument in arguments if not argument.startswith("lengths=")]
+    run([str(program), *arguments, *shorter], tmp_path)
+
+
+def test_the_example_runs(tmp_path):
+    (example,) = blocks("python")
+    assert 20 <= len(example.splitlines()) <= 45
+    (tmp_path / "example.py").write_text(example)
+    peak, speed = run([sys.executable, "example.py"], tmp_path).split()[-2:]
+    assert int(peak) > 0 and float(speed) > 0
