@@ -95,8 +95,8 @@ class _Attention(torch.autograd.Function):
         return output, lse
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+    @once_differentiable  # whose wrapper takes `ctx` by position only
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         grad_output, grad_lse = gradients
         if grad_output is None and grad_lse is None:
             return None, None, None, None, None, None
