@@ -126,6 +126,16 @@ def test_a_cuda_graph_replays_forward_and_backward_on_new_data():
             assert torch.equal(a, b)
 
 
+def peak(attention, T: int) -> int:
+    """Bytes above the inputs' at the peak of a forward and backward."""
+    x = torch.randn(1, 4, T, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    attention(x).sum().backward()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    attention(x).sum().backward()
+    return torch.cuda.max_memory_allocated() - before
+
+
 def test_naive_attention_compiled_stays_naive_and_quadratic():
     from torch._dynamo.utils import counters
 
@@ -134,18 +144,16 @@ def test_naive_attention_compiled_stays_naive_and_quadratic():
     naive = torch.compile(
         lambda x: flash_attention(x, x, x, causal=True, implementation="naive"), fullgraph=True, dynamic=False
     )
-
-    def peak(T):
-        x = torch.randn(1, 4, T, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        naive(x).sum().backward()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        naive(x).sum().backward()
-        return torch.cuda.max_memory_allocated() - before
-
-    ratio = peak(4096) / peak(2048)
+    ratio = peak(naive, 4096) / peak(naive, 2048)
     assert counters["inductor"]["fuse_attention"] == 0
     assert math.log2(ratio) > 1.7
+
+
+def test_memory_of_the_kernels_is_linear_in_the_length():
+    ratio = peak(lambda x: flash_attention(x, x, x, causal=True), 8192) / peak(
+        lambda x: flash_attention(x, x, x, causal=True), 4096
+    )
+    assert abs(math.log2(ratio) - 1) < 0.01
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
