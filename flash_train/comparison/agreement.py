@@ -1,5 +1,6 @@
 """Do the implementations train the same model? Their differences against the noise floor of an exact reordering."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -41,7 +42,8 @@ def loss_difference(one: Row, other: Row) -> float | None:
     """The largest difference between the losses of two runs at equal steps; None unless their steps are the same."""
     if not one.loss_curve or [step for step, _ in one.loss_curve] != [step for step, _ in other.loss_curve]:
         return None
-    return max(abs(a - b) for (_, a), (_, b) in zip(one.loss_curve, other.loss_curve, strict=True))
+    apart = np.subtract([loss for _, loss in one.loss_curve], [loss for _, loss in other.loss_curve])
+    return float(np.abs(apart).max())  # NaN if one of them is, where Python's max would pass over it
 
 
 def noise_floor(rows: Sequence[Row], length: int) -> float | None:
@@ -57,8 +59,8 @@ def noise_floor(rows: Sequence[Row], length: int) -> float | None:
     measured = [difference for difference in differences if difference is not None]
     if len(measured) < len(differences):
         return None
-    resolution = max(float(np.spacing(np.float32(abs(loss)))) for _, loss in reference.loss_curve)
-    return max(*measured, resolution)
+    resolution = np.spacing(np.abs(np.float32([loss for _, loss in reference.loss_curve]))).max()
+    return float(np.max([*measured, resolution]))
 
 
 def judge(
@@ -74,7 +76,7 @@ def judge(
 
 
 def _judge_one(rows: Sequence[Row], arm: str, length: int, gradients: Mapping[str, float]) -> Agreement:
-    reference, candidate, floor = _find(rows, REFERENCE, length, 1), _find(rows, arm, length, 1), None
+    reference, candidate = _find(rows, REFERENCE, length, 1), _find(rows, arm, length, 1)
     floor = noise_floor(rows, length)
     difference = loss_difference(reference, candidate) if reference and candidate else None
     error, allowed = gradients.get(arm), gradients.get(REFERENCE)
@@ -105,4 +107,6 @@ def _find(rows: Sequence[Row], arm: str, length: int, repeat: int) -> Row | None
 
 
 def _ratio(number: float | None, unit: float | None) -> float | None:
-    return None if number is None or not unit else number / unit
+    if number is None or unit is None:
+        return None
+    return number / unit if unit else (math.inf if number else 1.0)

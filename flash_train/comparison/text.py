@@ -30,5 +30,7 @@ def human_seconds(seconds: float) -> str:
 
 
 def human_ratio(ratio: float) -> str:
-    """A ratio with two digits: 3.1x, 24x."""
+    """A ratio with two digits: 0.042x, 3.1x, 24x."""
+    if ratio < 0.95:
+        return f"{ratio:.2g}x"
     return f"{ratio:.1f}x" if ratio < 9.95 else f"{ratio:.0f}x"

@@ -8,7 +8,7 @@ from flash_train.comparison.agreement import GRADIENT_LIMIT, LOSS_LIMIT, Agreeme
 from flash_train.comparison.growth import growth_exponent
 from flash_train.comparison.plan import REFERENCE
 from flash_train.comparison.results import Cell, Row, unequal_starts
-from flash_train.comparison.text import human_bytes, human_ratio
+from flash_train.comparison.text import human_bytes, human_count, human_ratio
 
 SUBJECT = "flash"
 NOTICEABLE = 1.05
@@ -46,15 +46,15 @@ class Verdict:
 
 
 def conclude(rows: Sequence[Row], cells: Sequence[Cell], agreements: Sequence[Agreement]) -> Verdict:
-    """What the runs amount to, for the arm `flash` (or the last one) against `naive` (or the first one)."""
+    """What the runs amount to, for the arm `flash` (or the last one) against `naive` (or the first other one)."""
     arms = list(dict.fromkeys(cell.arm for cell in cells))
-    reference = REFERENCE if REFERENCE in arms else arms[0]
-    subject = SUBJECT if SUBJECT in arms else arms[-1]
+    subject, reference = _roles(arms)
     unequal = unequal_starts(rows)
     problems = unequal + [f"{row.name} {row.status}: {row.error}" for row in rows if _unusable(row)]
     sentence = _headline(cells, reference, subject) + _agreement_clause(agreements, subject)
     exponents = {arm: _exponent(cells, arm) for arm in arms}
-    notes = [_judgement(one) for one in agreements] + _other_arms(cells, arms, reference, subject)
+    notes = [_judgement(one) for one in agreements]
+    notes += [f"{_headline(cells, arm, subject)}." for arm in arms if arm not in (reference, subject)]
     commits = sorted({row.commit for row in rows if row.commit})
     if len(commits) > 1:
         notes.append(f"The runs were made at different commits: {', '.join(commits)}.")
@@ -71,6 +71,14 @@ def conclude(rows: Sequence[Row], cells: Sequence[Cell], agreements: Sequence[Ag
     )
 
 
+def _roles(arms: Sequence[str]) -> tuple[str, str | None]:
+    """The arm that the sentence is about, and the one it is held against; None if there is no other."""
+    others = [arm for arm in arms if arm != REFERENCE] or list(arms)
+    subject = SUBJECT if SUBJECT in arms else others[-1]
+    rest = [arm for arm in arms if arm != subject]
+    return subject, REFERENCE if REFERENCE in rest else next(iter(rest), None)
+
+
 def _unusable(row: Row) -> bool:
     return row.status in ("failed", "invalid")
 
@@ -81,26 +89,39 @@ def _exponent(cells: Sequence[Cell], arm: str) -> float | None:
     return growth_exponent([length for length, _ in measured], [peak for _, peak in measured])
 
 
-def _headline(cells: Sequence[Cell], reference: str, subject: str) -> str:
-    """At the longest length that tells it: what the subject saved, and where only the subject had enough memory."""
+def _headline(cells: Sequence[Cell], reference: str | None, subject: str) -> str:
+    """At the longest length that tells it: what the subject saved, and where one of the two was out of memory."""
     by_key = {(cell.arm, cell.length): cell for cell in cells}
     lengths = sorted({cell.length for cell in cells}, reverse=True)
+    if reference is None:
+        told = (_alone(by_key[subject, length]) for length in lengths)
+        return next(filter(None, told), f"{subject} was measured at no length")
     pairs = [(by_key.get((reference, length)), by_key.get((subject, length))) for length in lengths]
-    complete = [(one, other) for one, other in pairs if one and other and reference != subject]
-    saved = next(filter(None, (_saved(one, other) for one, other in complete)), "")
-    fitted = next(filter(None, (_fitted(one, other) for one, other in complete)), "")
-    sentence = "; at ".join(filter(None, (saved, fitted)))
+    complete = [(one, other) for one, other in pairs if one and other]
+    kinds = (_saved, _subject_fitted, _reference_fitted, _neither_fitted)
+    clauses = [next(filter(None, (kind(one, other) for one, other in complete)), "") for kind in kinds]
+    sentence = "; at ".join(filter(None, clauses))
     return f"At {sentence}" if sentence else f"There is no length at which {reference} and {subject} were both measured"
+
+
+def _alone(cell: Cell) -> str:
+    """What an arm needed that is compared with none; empty unless it ran."""
+    memory = f"used {human_bytes(cell.peak_allocated_bytes)}" if cell.peak_allocated_bytes else ""
+    speed = f"trained on {human_count(cell.tokens_per_second)} tokens/s" if cell.tokens_per_second else ""
+    told = " and ".join(filter(None, (memory, speed)))
+    return f"At T={cell.length} {cell.arm} {told}, with no other arm to compare it with" if told else ""
 
 
 def _saved(reference: Cell, subject: Cell) -> str:
     """What the subject saved against the reference; empty unless both ran."""
-    if not (reference.peak_allocated_bytes and subject.peak_allocated_bytes):
-        return ""
-    told = f"T={subject.length} {subject.arm} used {_memory(reference, subject)} {reference.arm}"
+    memory = speed = ""
+    if reference.peak_allocated_bytes and subject.peak_allocated_bytes:
+        memory = f"used {_memory(reference, subject)} {reference.arm}"
     if reference.tokens_per_second and subject.tokens_per_second:
-        told += f" and ran {human_ratio(subject.tokens_per_second / reference.tokens_per_second)} as fast"
-    return told
+        speed = f"ran {human_ratio(subject.tokens_per_second / reference.tokens_per_second)} as fast"
+        speed += "" if memory else f" as {reference.arm}"
+    told = " and ".join(filter(None, (memory, speed)))
+    return f"T={subject.length} {subject.arm} {told}" if told else ""
 
 
 def _memory(reference: Cell, subject: Cell) -> str:
@@ -110,28 +131,45 @@ def _memory(reference: Cell, subject: Cell) -> str:
     return f"{human_ratio(less)} less memory than" if less > 1 else f"{human_ratio(1 / less)} the memory of"
 
 
-def _fitted(reference: Cell, subject: Cell) -> str:
+def _subject_fitted(reference: Cell, subject: Cell) -> str:
     """That only the subject had enough memory; empty unless so."""
-    if reference.status != "oom" or not subject.peak_allocated_bytes:
+    if reference.status != "oom" or subject.status != "ok":
         return ""
-    used = human_bytes(subject.peak_allocated_bytes)
-    return f"T={subject.length} {reference.arm} ran out of memory where {subject.arm} used {used}"
+    used = f"used {human_bytes(subject.peak_allocated_bytes)}" if subject.peak_allocated_bytes else "did not"
+    return f"T={subject.length} {reference.arm} ran out of memory where {subject.arm} {used}"
+
+
+def _reference_fitted(reference: Cell, subject: Cell) -> str:
+    return _subject_fitted(subject, reference)
+
+
+def _neither_fitted(reference: Cell, subject: Cell) -> str:
+    both = reference.status == subject.status == "oom"
+    return f"T={subject.length} both {reference.arm} and {subject.arm} ran out of memory" if both else ""
 
 
 def _agreement_clause(agreements: Sequence[Agreement], arm: str) -> str:
+    """Whether the arm trains as the reference does, by the worst of its numbers; what was not judged stays open."""
     own = [one for one in agreements if one.arm == arm]
-    open_ones = [one.why for one in own if one.agrees is None]
-    if not own or open_ones:
-        return f"; whether the losses agree is open ({open_ones[0]})." if open_ones else "."
-    worst = max(own, key=lambda one: one.loss_ratio or 0)
-    gradient = max(one.gradient_ratio or 0 for one in own)
-    agree = "the losses agree" if all(one.agrees for one in own) else "the losses do not agree"
-    lengths = " and ".join(f"T={one.length}" for one in own)
-    return (
-        f"; {agree} within {worst.loss_difference:.2g} nats at {lengths}: {worst.loss_ratio:.1f} times the noise floor "
-        f"({LOSS_LIMIT:g} allowed), with a gradient error {gradient:.2f} times {REFERENCE}'s "
-        f"({GRADIENT_LIMIT:g} allowed)."
-    )
+    judged = [one for one in own if one.agrees is not None]
+    unknown = [f"whether the losses agree at T={one.length} is open ({one.why})" for one in own if one.agrees is None]
+    return "".join(f"; {clause}" for clause in [*_judged_clause(judged), *unknown[:1]]) + "."
+
+
+def _judged_clause(judged: Sequence[Agreement]) -> list[str]:
+    if not judged:
+        return []
+    apart = max(one.loss_difference or 0 for one in judged)
+    loss, gradient = (max(getattr(one, name) or 0 for one in judged) for name in ("loss_ratio", "gradient_ratio"))
+    where = " and ".join(f"T={one.length}" for one in judged)
+    if all(one.agrees for one in judged):
+        told = f"the losses agree within {apart:.2g} nats at {where}:"
+    else:
+        told = f"training does not agree: the losses at {where} are up to {apart:.2g} nats apart,"
+    return [
+        f"{told} {loss:.1f} times the noise floor ({LOSS_LIMIT:g} allowed), with a gradient error {gradient:.2f} times "
+        f"{REFERENCE}'s ({GRADIENT_LIMIT:g} allowed)"
+    ]
 
 
 def _judgement(one: Agreement) -> str:
@@ -145,9 +183,3 @@ def _judgement(one: Agreement) -> str:
         f"{one.loss_difference:.2g} nats, noise floor {one.loss_floor:.2g} "
         f"({one.loss_ratio:.1f} times, {LOSS_LIMIT:g} allowed)."
     )
-
-
-def _other_arms(cells: Sequence[Cell], arms: Sequence[str], reference: str, subject: str) -> list[str]:
-    """The subject against each further arm, in one sentence each."""
-    others = [arm for arm in arms if arm not in (reference, subject)]
-    return [f"{_headline(cells, arm, subject)}." for arm in others]

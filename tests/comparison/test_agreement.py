@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -9,6 +10,7 @@ from flash_train.comparison.verdict import conclude
 from tests.comparison.made_up import MIB, judged_rows, row
 
 NAIVE = (5.0, 4.0, 3.5)
+OUT = {"status": "oom", "memory": None, "speed": None}
 
 
 def verdict_of(*, loss: float = 0.0, floor: float = 1e-4, gradient: float = 1e-7) -> Agreement:
@@ -63,6 +65,60 @@ def test_the_verdict_is_one_sentence_with_both_numbers():
         "a gradient error 1.30 times naive's (2 allowed)."
     )
     assert verdict.problems == ()
+
+
+@pytest.mark.parametrize(
+    ("rows", "sentence"),
+    [
+        (
+            [("flash", 37)],
+            "At T=37 flash used 100 MiB and trained on 1k tokens/s, with no other arm to compare it with.",
+        ),
+        ([("flash", 37), ("sdpa", 37)], "At T=37 flash used as much memory as sdpa and ran 1.0x as fast."),
+        ([("sdpa", 37), ("naive", 37)], "At T=37 sdpa used as much memory as naive and ran 1.0x as fast."),
+        (
+            [("naive", 37), ("flash", 37, {"speed": 42.0, "peak": 250 * MIB})],
+            "At T=37 flash used 2.5x the memory of naive and ran 0.042x as fast.",
+        ),
+        ([("naive", 37, {"memory": None}), ("flash", 37)], "At T=37 flash ran 1.0x as fast as naive."),
+        (
+            [("naive", 37), ("flash", 37, OUT)],
+            "At T=37 flash ran out of memory where naive used 100 MiB.",
+        ),
+        ([("naive", 37, OUT), ("flash", 37, OUT)], "At T=37 both naive and flash ran out of memory."),
+        ([("naive", 37, OUT)], "naive was measured at no length."),
+    ],
+)
+def test_the_verdict_is_true_of_any_choice_of_arms_and_any_outcome(rows: list[tuple], sentence: str):
+    made = [row(arm, length, **(changes[0] if changes else {})) for arm, length, *changes in rows]
+    assert conclude(made, cells(made), []).sentence == sentence
+
+
+def test_the_verdict_gives_the_worst_of_each_number_and_hides_no_disagreement():
+    def at(length: int, difference: float, ratio: float, agrees: bool | None, why: str | None = None) -> Agreement:
+        return Agreement(
+            arm="flash",
+            length=length,
+            gradient_error=1e-7,
+            reference_gradient_error=1e-7,
+            loss_difference=difference,
+            loss_floor=difference / ratio,
+            agrees=agrees,
+            why=why,
+        )
+
+    made = [row("flash", 37)]
+    apart = conclude(made, cells(made), [at(37, 2e-4, 2.5, True), at(74, 5e-4, 0.5, True)]).sentence
+    assert "the losses agree within 0.0005 nats at T=37 and T=74: 2.5 times the noise floor" in apart
+    hidden = conclude(made, cells(made), [at(37, 0.4, 9.0, False), at(74, 5e-4, 0.5, None, "no naive")]).sentence
+    assert "training does not agree: the losses at T=37 are up to 0.4 nats apart, 9.0 times the noise floor" in hidden
+    assert hidden.endswith("; whether the losses agree at T=74 is open (no naive).")
+
+
+def test_a_loss_that_is_no_number_and_a_floor_of_nothing_never_agree():
+    assert verdict_of(loss=math.nan).agrees is False
+    exact = replace(verdict_of(), reference_gradient_error=0.0)
+    assert exact.gradient_ratio == math.inf
 
 
 def test_crashes_and_substitutes_are_problems_that_stand_beside_the_verdict():
