@@ -14,7 +14,7 @@ from flash_train.comparison.children import Children
 from flash_train.comparison.conduct import Comparison
 from flash_train.comparison.report import report_html
 from flash_train.comparison.results import Row, write_csv, write_json
-from flash_train.comparison.table import terminal_table
+from flash_train.comparison.table import print_table
 from flash_train.comparison.text import human_count
 
 CHARTS = {
@@ -49,7 +49,7 @@ def write_files(comparison: Comparison, children: Children, *, command: Sequence
 
 def print_summary(comparison: Comparison, files: Sequence[Path], console: Console) -> None:
     """The end of the command: the table, the verdict, what a reader must know, and where the files are."""
-    console.print(terminal_table(comparison.cells))
+    print_table(comparison.cells, console)
     for sentence in (comparison.verdict.sentence, *comparison.verdict.problems):
         console.print(sentence, markup=False)
     console.print(f"\n{files[0].parent}: {', '.join(file.name for file in files)}", markup=False)

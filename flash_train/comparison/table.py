@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from rich import box
+from rich.console import Console
 from rich.table import Table
 
 from flash_train.comparison.plan import REFERENCE
@@ -14,26 +15,35 @@ _STATUS = {"oom": "OOM"}
 
 def columns(cells: Sequence[Cell]) -> list[str]:
     """The headings; reserved memory only where an allocator reserves any."""
-    reserved = ["reserved"] if any(cell.peak_reserved_bytes for cell in cells) else []
+    reserved = ["reserved"] if _reserves(cells) else []
     return ["T", "attention", "peak", *reserved, f"of {REFERENCE}", "tokens/s", f"x {REFERENCE}", "loss"]
 
 
 def body(cells: Sequence[Cell]) -> list[list[str]]:
     """One line of text per cell, in the order of `columns`; an arm that was not measured says why instead."""
     references = {cell.length: cell for cell in cells if cell.arm == REFERENCE}
-    reserved = any(cell.peak_reserved_bytes for cell in cells)
-    return [_line(cell, references.get(cell.length), reserved=reserved) for cell in cells]
+    return [_line(cell, references.get(cell.length), reserved=_reserves(cells)) for cell in cells]
 
 
-def terminal_table(cells: Sequence[Cell]) -> Table:
-    """The table for a terminal, a rule between one length and the next."""
+def print_table(cells: Sequence[Cell], console: Console) -> None:
+    """The table in a terminal, a rule between one length and the next. It is never cut: what is no terminal, or a
+    narrow one, gets the table's own width, and reserved memory stays in the files to keep that under 80 characters.
+    """
+    headings = columns(cells)
+    shown = [index for index, heading in enumerate(headings) if heading != "reserved"]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in columns(cells):
-        table.add_column(heading, justify="left" if heading == "attention" else "right", no_wrap=True)
+    for index in shown:
+        side = "left" if headings[index] == "attention" else "right"
+        table.add_column(headings[index], justify=side, no_wrap=True)
     following = [cell.length for cell in cells[1:]] + [None]
     for line, cell, after in zip(body(cells), cells, following, strict=True):
-        table.add_row(*line, end_section=cell.length != after)
-    return table
+        table.add_row(*(line[index] for index in shown), end_section=cell.length != after)
+    table.width = console.measure(table, options=console.options.update(width=10_000)).maximum
+    console.print(table, crop=False)
+
+
+def _reserves(cells: Sequence[Cell]) -> bool:
+    return any(cell.peak_reserved_bytes for cell in cells)
 
 
 def _line(cell: Cell, reference: Cell | None, *, reserved: bool) -> list[str]:
