@@ -163,12 +163,12 @@ def _judged_clause(judged: Sequence[Agreement]) -> list[str]:
     loss, gradient = (max(getattr(one, name) or 0 for one in judged) for name in ("loss_ratio", "gradient_ratio"))
     where = " and ".join(f"T={one.length}" for one in judged)
     if all(one.agrees for one in judged):
-        told = f"the losses agree within {apart:.2g} nats at {where}:"
+        told = f"the losses agree with {REFERENCE}'s within {apart:.2g} nats at {where}:"
     else:
-        told = f"training does not agree: the losses at {where} are up to {apart:.2g} nats apart,"
+        told = f"training does not agree with {REFERENCE}'s: the losses at {where} are up to {apart:.2g} nats apart,"
     return [
-        f"{told} {loss:.1f} times the noise floor ({LOSS_LIMIT:g} allowed), with a gradient error {gradient:.2f} times "
-        f"{REFERENCE}'s ({GRADIENT_LIMIT:g} allowed)"
+        f"{told} {loss:.1f} times the noise floor ({LOSS_LIMIT:g} allowed), with a gradient error {gradient:.2f} times its "
+        f"own ({GRADIENT_LIMIT:g} allowed)"
     ]
 
 

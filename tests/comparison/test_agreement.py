@@ -61,8 +61,8 @@ def test_the_verdict_is_one_sentence_with_both_numbers():
     verdict = conclude(rows, cells(rows), agreements)
     assert verdict.sentence == (
         "At T=74 flash used 4.0x less memory than naive and ran 2.4x as fast; at T=148 naive ran out of memory where "
-        "flash used 200 MiB; the losses agree within 0.0002 nats at T=37: 2.0 times the noise floor (3 allowed), with "
-        "a gradient error 1.30 times naive's (2 allowed)."
+        "flash used 200 MiB; the losses agree with naive's within 0.0002 nats at T=37: 2.0 times the noise floor "
+        "(3 allowed), with a gradient error 1.30 times its own (2 allowed)."
     )
     assert verdict.problems == ()
 
@@ -109,9 +109,12 @@ def test_the_verdict_gives_the_worst_of_each_number_and_hides_no_disagreement():
 
     made = [row("flash", 37)]
     apart = conclude(made, cells(made), [at(37, 2e-4, 2.5, True), at(74, 5e-4, 0.5, True)]).sentence
-    assert "the losses agree within 0.0005 nats at T=37 and T=74: 2.5 times the noise floor" in apart
+    assert "the losses agree with naive's within 0.0005 nats at T=37 and T=74: 2.5 times the noise floor" in apart
     hidden = conclude(made, cells(made), [at(37, 0.4, 9.0, False), at(74, 5e-4, 0.5, None, "no naive")]).sentence
-    assert "training does not agree: the losses at T=37 are up to 0.4 nats apart, 9.0 times the noise floor" in hidden
+    assert (
+        "training does not agree with naive's: the losses at T=37 are up to 0.4 nats apart, 9.0 times the noise floor"
+        in hidden
+    )
     assert hidden.endswith("; whether the losses agree at T=74 is open (no naive).")
 
 
