@@ -167,8 +167,8 @@ def _judged_clause(judged: Sequence[Agreement]) -> list[str]:
     else:
         told = f"training does not agree with {REFERENCE}'s: the losses at {where} are up to {apart:.2g} nats apart,"
     return [
-        f"{told} {loss:.1f} times the noise floor ({LOSS_LIMIT:g} allowed), with a gradient error {gradient:.2f} times its "
-        f"own ({GRADIENT_LIMIT:g} allowed)"
+        f"{told} {loss:.1f} times the noise floor ({LOSS_LIMIT:g} allowed), with a gradient error {gradient:.2f} times "
+        f"{REFERENCE}'s ({GRADIENT_LIMIT:g} allowed)"
     ]
 
 

@@ -62,7 +62,7 @@ def test_the_verdict_is_one_sentence_with_both_numbers():
     assert verdict.sentence == (
         "At T=74 flash used 4.0x less memory than naive and ran 2.4x as fast; at T=148 naive ran out of memory where "
         "flash used 200 MiB; the losses agree with naive's within 0.0002 nats at T=37: 2.0 times the noise floor "
-        "(3 allowed), with a gradient error 1.30 times its own (2 allowed)."
+        "(3 allowed), with a gradient error 1.30 times naive's (2 allowed)."
     )
     assert verdict.problems == ()
 
