@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import wandb
 from lightning import Callback, Trainer, seed_everything
 from lightning.pytorch.callbacks import Checkpoint, ModelSummary, ProgressBar
 from lightning.pytorch.loggers import Logger
@@ -159,6 +158,12 @@ def _start_wandb_offline() -> None:
     """An offline run has nothing to announce. wandb reads both variables when it is set up, and before any warning."""
     os.environ.setdefault("WANDB_SILENT", "true")
     os.environ["WANDB_MODE"] = "offline"
+    try:
+        import wandb  # no run without this logger needs it
+    except ImportError as error:
+        raise ValueError(
+            f"loggers.wandb needs wandb, which cannot be imported ({error}); choose loggers=csv"
+        ) from error
     wandb.setup()
 
 

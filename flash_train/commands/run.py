@@ -2,6 +2,7 @@
 
 import logging
 import secrets
+import sys
 import time
 import traceback
 import warnings
@@ -10,11 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import wandb
 import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_only
-from wandb.errors import UsageError
 
 from flash_train.commands.hydra_app import ExitCode, complain
 from flash_train.commands.objects import Config, build_objects
@@ -86,7 +85,8 @@ def judge(error: BaseException) -> Ending:
         return Ending("oom", ExitCode.OUT_OF_MEMORY, f"out of memory ({detail}); {_LESS_MEMORY}")
     if isinstance(error, NonFiniteLoss):
         return Ending("failed", ExitCode.FAILURE, text)
-    if isinstance(error, ValueError | MisconfigurationException | OSError | UsageError):
+    usage_error = getattr(sys.modules.get("wandb.errors"), "UsageError", ())  # wandb: only if a logger imported it
+    if isinstance(error, (ValueError, MisconfigurationException, OSError, usage_error)):
         return Ending("failed", ExitCode.BAD_INPUT, text)
     return Ending("failed", ExitCode.FAILURE, f"{type(error).__name__}: {text}", surprising=True)
 
@@ -113,7 +113,8 @@ def _leaves(node: Any, prefix: str = "") -> list[tuple[str, Any]]:
 @rank_zero_only
 def conclude(result: dict[str, Any], folder: Path, ending: Ending) -> None:
     """Write result.json, close wandb, and tell the person what happened if it was not what they wanted."""
-    wandb.finish(exit_code=ending.code)
+    if (wandb := sys.modules.get("wandb")) is not None:
+        wandb.finish(exit_code=ending.code)
     if ending.error is not None and not ending.surprising:
         complain("train", ending.error)
     try:

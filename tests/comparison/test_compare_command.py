@@ -4,6 +4,7 @@ import csv
 import json
 import logging
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -181,6 +182,11 @@ def test_without_wandb_nothing_is_lost(
     assert flash_compare(*SMALL[:-1], "loggers=wandb", "output=out", "lengths=[37]") == 0
     assert (tmp_path / "out" / "report.html").exists() and len(results(tmp_path / "out")["rows"]) == 3
     assert "wandb" in capsys.readouterr().out
+
+
+def test_a_run_without_the_wandb_logger_does_not_need_wandb():
+    broken = "import sys; sys.modules['wandb'] = None; import flash_train.commands.run as run; run.judge(OSError())"
+    assert subprocess.run((sys.executable, "-c", broken), cwd=ROOT).returncode == 0
 
 
 def test_real_children_train_the_same_model_and_are_judged(
