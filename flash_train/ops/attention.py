@@ -28,7 +28,7 @@ def flash_attention(
         q: queries [B, H, T, D], of any strides: a [B, T, H, D] projection is passed as `.transpose(1, 2)`, uncopied.
         k: keys [B, G, S, D], H a multiple of G; query head h reads key head h // (H / G).
         v: values [B, G, S, E]. All three are fp16, bf16, fp32 or float64 alike; under autocast they are cast to its
-            dtype first.
+            dtype first, and may differ before.
         causal: query t sees key s only if s <= t + S - T: the last query is aligned with the last key. A query that
             sees nothing gives output 0, log-sum-exp minus infinity and gradient 0.
         scale: a positive factor on the scores; 1 / sqrt(D) if None.
@@ -49,13 +49,14 @@ def flash_attention(
 
     Source: Dao 2023, FlashAttention-2 (arXiv 2307.08691, section 3).
     """
+    q, k, v = _autocast(q, k, v)
     scale = _check(q, k, v, scale, implementation)
     if implementation == "naive" or implementation == "naive_reversed":
         reverse_keys = implementation == "naive_reversed"
         return naive_attention(q, k, v, causal=causal, scale=scale, reverse_keys=reverse_keys)
     if implementation.startswith("sdpa"):
         return sdpa_attention(q, k, v, causal=causal, scale=scale, implementation=implementation)
-    return library.attention(*_autocast(q, k, v), causal, scale, implementation)[0]
+    return library.attend(q, k, v, causal, scale, implementation)[0]
 
 
 def flash_attention_with_lse(
@@ -77,6 +78,7 @@ def flash_attention_with_lse(
         ValueError: as `flash_attention`, and for the implementations that return no log-sum-exp ("sdpa...",
             "naive_reversed").
     """
+    q, k, v = _autocast(q, k, v)
     scale = _check(q, k, v, scale, implementation)
     if implementation == "naive":
         output, lse = safe_attention(q, k, v, causal=causal, scale=scale)
@@ -85,7 +87,7 @@ def flash_attention_with_lse(
         raise ValueError(
             f"implementation={implementation!r} returns no log-sum-exp; use 'flash', 'triton', 'tiled' or 'naive'"
         )
-    return library.attention(*_autocast(q, k, v), causal, scale, implementation)
+    return library.attend(q, k, v, causal, scale, implementation)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, scale: float | None, implementation: str) -> float:
@@ -126,7 +128,8 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     Not `torch.library.register_autocast`: it fixes one dtype at registration.
     """
     device = q.device.type
-    if q.is_meta or q.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+    if q.is_meta or not torch.is_autocast_enabled(device):
         return q, k, v
     dtype = torch.get_autocast_dtype(device)
-    return q.to(dtype), k.to(dtype), v.to(dtype)
+    q, k, v = (x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
+    return q, k, v

@@ -8,12 +8,12 @@ with an empty kernel, where `torch.library.custom_op` with `register_autograd` t
 """
 
 import logging
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula, sdpa_backward_flop_count, sdpa_flop_count
 
 from flash_train.ops.choice import choose_implementation
@@ -32,6 +32,13 @@ _library.define(
 )
 attention = torch.ops.flash_train.attention.default
 attention_backward = torch.ops.flash_train.attention_backward.default
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, implementation: str) -> Any:
+    """(output, log-sum-exp) by the operator, or by the form of it that `torch.func`'s transforms take."""
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        return _TransformableAttention.apply(q, k, v, causal, scale, implementation)
+    return attention(q, k, v, causal, scale, implementation)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, implementation: str) -> tuple[Tensor, Tensor]:
@@ -65,9 +72,8 @@ def _backward(
         return tiled_attention_backward(grad_output, grad_lse, q, k, v, output, lse, causal=causal, scale=scale)
 
 
-for _device in ("CPU", "CUDA"):
-    _library.impl("attention", _forward, _device)
-    _library.impl("attention_backward", _backward, _device)
+_library.impl("attention", _forward, "CompositeExplicitAutograd")  # every device: the choice is made inside
+_library.impl("attention_backward", _backward, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("flash_train::attention", lib=_library)
@@ -84,33 +90,91 @@ def _fake_backward(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, implementation: str) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
-            output, lse = attention(q, k, v, causal, scale, implementation)
-        ctx.save_for_backward(q, k, v, output, lse)
-        ctx.options = (causal, scale, implementation)
-        ctx.set_materialize_grads(False)  # an unused log-sum-exp costs no gradient of zeros
-        return output, lse
-
-    @staticmethod
-    @once_differentiable  # whose wrapper takes `ctx` by position only
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        grad_output, grad_lse = gradients
-        if grad_output is None and grad_lse is None:
-            return None, None, None, None, None, None
-        return *attention_backward(grad_output, grad_lse, *ctx.saved_tensors, *ctx.options), None, None, None
-
-
-def _autograd(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, implementation: str) -> Any:
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return _Attention.apply(q, k, v, causal, scale, implementation)
+def _below_autograd(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, implementation: str
+) -> tuple[Tensor, Tensor]:
     with torch._C._AutoDispatchBelowAutograd():
         return attention(q, k, v, causal, scale, implementation)
 
 
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, *ctx.options = inputs
+    ctx.save_for_backward(q, k, v, *output)
+    ctx.set_materialize_grads(False)  # an unused log-sum-exp costs no gradient of zeros
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        output = _below_autograd(*inputs)
+        _save(ctx, inputs, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        grad_output, grad_lse = gradients
+        if grad_output is None and grad_lse is None:
+            return None, None, None, None, None, None
+        with torch.no_grad():
+            results = attention_backward(grad_output, grad_lse, *ctx.saved_tensors, *ctx.options)
+        if torch.is_grad_enabled():  # create_graph=True: a second derivative must fail, not be left out of the sum
+            differentiable = [x for x in (grad_output, grad_lse, *ctx.saved_tensors[:3]) if x is not None]
+            results = _NoSecondDerivative.apply(*results, *differentiable)
+        return *results, None, None, None
+
+
+class _TransformableAttention(_Attention):
+    """The form that `torch.func` asks for; 10 microseconds slower a call, so it is used under its transforms alone."""
+
+    generate_vmap_rule = True
+    forward = staticmethod(_below_autograd)  # pyright: ignore[reportAssignmentType]
+    setup_context = staticmethod(_save)
+
+
+class _NoSecondDerivative(torch.autograd.Function):
+    """Passes (dQ, dK, dV) on, and makes them depend on what they were computed from."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(dq: Tensor, dk: Tensor, dv: Tensor, *_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return dq.clone(), dk.clone(), dv.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError("flash_attention has no second derivative; use implementation='naive' or 'sdpa_math' for it")
+
+
+def _autograd(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, implementation: str) -> Any:
+    recorded = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if recorded or forward_ad._current_level >= 0:  # which has no formula here: the Function says so
+        return _Attention.apply(q, k, v, causal, scale, implementation)
+    return _below_autograd(q, k, v, causal, scale, implementation)
+
+
 _library.impl("attention", _autograd, "Autograd")
+
+
+def _fold_batch(x: Any, dimension: int | None, size: int) -> Any:
+    """A vmapped [B, ...] as [size * B, ...]; what is no tensor stays."""
+    if not isinstance(x, Tensor):
+        return x
+    x = x.expand(size, *x.shape) if dimension is None else x.movedim(dimension, 0)
+    return x.flatten(0, 1)
+
+
+def _vmap(operator: Any, info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[tuple[Tensor, ...], Any]:
+    folded = (_fold_batch(x, dimension, info.batch_size) for x, dimension in zip(args, in_dims, strict=True))
+    outputs = tuple(x.unflatten(0, (info.batch_size, -1)) for x in operator(*folded))
+    return outputs, (0,) * len(outputs)
+
+
+for _operator in (attention, attention_backward):
+    torch.library.register_vmap(_operator, partial(_vmap, _operator), lib=_library)
 
 
 @register_flop_formula(torch.ops.flash_train.attention)

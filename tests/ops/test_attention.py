@@ -84,7 +84,7 @@ def test_output_is_a_free_view_of_tokens_by_channels():
 def test_autocast_casts_to_its_own_dtype(dtype):
     q, k, v = (x.detach().float().requires_grad_() for x in float64())
     with torch.autocast("cpu", dtype=dtype):
-        output, lse = flash_attention_with_lse(q, k, v, causal=True)
+        output, lse = flash_attention_with_lse(q, k, v.to(dtype), causal=True)  # as from a norm beside a linear layer
     output.float().sum().backward()
     assert output.dtype == dtype and lse.dtype == torch.float32
     assert q.grad is not None and q.grad.dtype == torch.float32
