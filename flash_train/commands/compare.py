@@ -1,5 +1,6 @@
 """`flash-compare`: naive against SDPA against flash attention, each run in a process of its own."""
 
+import re
 import shlex
 import signal
 from pathlib import Path
@@ -22,6 +23,7 @@ def compare(config: dict[str, Any], folder: Path, overrides: list[str]) -> int:
     from flash_train.comparison.children import Children
     from flash_train.comparison.conduct import conduct
     from flash_train.comparison.output import print_summary, write_files
+    from flash_train.comparison.runner import alone_in
     from flash_train.comparison.settings import passed_on, read_settings
     from flash_train.comparison.wandb_report import try_to_log, why_unusable
 
@@ -39,17 +41,29 @@ def compare(config: dict[str, Any], folder: Path, overrides: list[str]) -> int:
     )
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        comparison = conduct(children, console)
+        with alone_in(folder):
+            comparison = conduct(children, console)
+            files = write_files(comparison, children, command=["flash-compare", *overrides])
+            if children.wandb:
+                try_to_log(comparison, children, files, console)
     except KeyboardInterrupt:
-        given = [override for override in overrides if not override.startswith("output=")]
-        again = shlex.join(["flash-compare", *given, f"output={folder}"])
+        again = _again(overrides, folder)
         console.print(f"interrupted; what has finished is kept, and this goes on: {again}", markup=False)
         return ExitCode.INTERRUPTED
-    files = write_files(comparison, children, command=["flash-compare", *overrides])
-    if children.wandb:
-        try_to_log(comparison, children, files, console)
+    except OSError as error:
+        why = f"cannot write {error.filename}: {error.strerror}" if error.filename else str(error)
+        raise ValueError(f"{why}; what has finished is kept, and this goes on: {_again(overrides, folder)}") from error
     print_summary(comparison, files, console)
     return ExitCode.FAILURE if comparison.verdict.problems else ExitCode.OK
+
+
+def _again(overrides: list[str], folder: Path) -> str:
+    """The command that continues the comparison in `folder`."""
+    from flash_train.comparison.children import quoted
+
+    plain = re.fullmatch(r"[A-Za-z0-9_./-]+", str(folder))  # all else needs quotes in Hydra's grammar, too
+    given = [override for override in overrides if not override.startswith("output=")]
+    return shlex.join(["flash-compare", *given, f"output={folder if plain else quoted(folder)}"])
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 import csv
 import json
 import logging
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 
 from flash_train.commands import compare
 from flash_train.comparison import children, wandb_report
+from flash_train.comparison.runner import alone_in
 from tests.comparison.wandb_offline import OfflineRun, read_offline_run
 
 ROOT = Path(__file__).parents[2]
@@ -141,6 +143,28 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
     assert flash_compare("model=gpt_nano", "loggers=none", *overrides) == 2
     said = capsys.readouterr().err
     assert message in said and len(said.strip().splitlines()) == 1
+
+
+def test_a_disk_that_cannot_be_written_is_one_sentence_and_the_way_on(
+    flash_compare: Command, tmp_path: Path, capsys: Any
+):
+    (tmp_path / "so-so, [my] out").mkdir()
+    (tmp_path / "so-so, [my] out" / "results.json").mkdir()
+    assert flash_compare(*SMALL, "lengths=[37]", "output='so-so, [my] out'") == 2
+    said = capsys.readouterr().err.strip()
+    assert "cannot write" in said and "results.json: Is a directory; what has finished is kept" in said
+    again = shlex.split(said.partition("this goes on: ")[2])
+    (tmp_path / "so-so, [my] out" / "results.json").rmdir()
+    assert flash_compare(*again[1:]) == 0
+    assert capsys.readouterr().out.count("(ran before)") == 6
+
+
+def test_a_second_comparison_in_the_same_folder_is_refused(flash_compare: Command, tmp_path: Path, capsys: Any):
+    (tmp_path / "out").mkdir()
+    with alone_in(tmp_path / "out"):
+        assert flash_compare(*SMALL, "output=out") == 2
+    assert "another comparison is at work in" in capsys.readouterr().err
+    assert flash_compare(*SMALL, "lengths=[37]", "output=out") == 0
 
 
 def test_wandb_gets_one_run_that_holds_the_comparison(flash_compare: Command, tmp_path: Path):
