@@ -59,8 +59,8 @@ def noise_floor(rows: Sequence[Row], length: int) -> float | None:
     measured = [difference for difference in differences if difference is not None]
     if len(measured) < len(differences):
         return None
-    resolution = np.spacing(np.abs(np.float32([loss for _, loss in reference.loss_curve]))).max()
-    return float(np.max([*measured, resolution]))
+    recorded = np.asarray([loss for _, loss in reference.loss_curve], dtype=np.float32)
+    return float(np.max([*measured, np.spacing(np.abs(recorded)).max()]))
 
 
 def judge(
