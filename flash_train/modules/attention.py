@@ -51,6 +51,7 @@ class SelfAttention(nn.Module):
                 f"rotary turns heads of size {rotary.head_size}, but these have {self.head_size}: "
                 f"build it as RotaryEmbedding({self.head_size}, context_length)"
             )
+        self.width = width
         self.causal = causal
         self.implementation = implementation
         self.rotary = rotary
@@ -61,7 +62,15 @@ class SelfAttention(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Attend within each row of ``x`` ``[B, T, C]``; the result is ``[B, T, C]``, of the projections' dtype."""
+        """Attend within each row of ``x`` ``[B, T, C]``; the result is ``[B, T, C]``, of the projections' dtype.
+
+        Raises ``ValueError`` for another number of dimensions or another C.
+        """
+        if x.ndim != 3 or x.shape[-1] != self.width:
+            raise ValueError(
+                f"x must be [B, T, C] with C = width = {self.width}, got {list(x.shape)}: "
+                "add a missing batch dimension with unsqueeze(0)"
+            )
         heads = self.qkv(x).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
         q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
         q = self._normalize_and_turn(q, self.query_norm)

@@ -10,6 +10,7 @@ from flash_train.ops.choice import IMPLEMENTATIONS, Choice, choose_implementatio
 from flash_train.ops.reference import default_scale, naive_attention, safe_attention
 from flash_train.ops.sdpa import sdpa_attention
 
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 __all__ = ["IMPLEMENTATIONS", "Choice", "choose_implementation", "flash_attention", "flash_attention_with_lse"]
 
 
@@ -111,8 +112,11 @@ def _check(q: Tensor, k: Tensor, v: Tensor, scale: float | None, implementation:
         )
     if 0 in q.shape or 0 in v.shape:
         raise ValueError(f"no dimension may be empty, got q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}")
-    if not q.is_floating_point() or not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"q, k and v must share one floating dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
+    if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype:
+        raise ValueError(
+            "q, k and v must share one dtype, fp16, bf16, fp32 or float64, "
+            f"got {q.dtype}, {k.dtype} and {v.dtype}; cast them with .to(dtype)"
+        )
     if not q.device == k.device == v.device:
         raise ValueError(f"q, k and v must lie on one device, got {q.device}, {k.device} and {v.device}")
     if implementation not in IMPLEMENTATIONS:

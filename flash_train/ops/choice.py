@@ -23,6 +23,7 @@ IMPLEMENTATIONS = (
 
 TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 TRITON_HEAD_SIZES = range(8, 257)
+OLDEST_CAPABILITY = (8, 0)
 
 
 class Choice(NamedTuple):
@@ -58,6 +59,10 @@ def _triton_obstacle(q: Tensor, v: Tensor, *, asked_by_name: bool) -> str | None
         return f"the Triton kernels run on a GPU, not on {q.device.type} (there in TRITON_INTERPRET=1 alone, by name)"
     if not triton_installed():
         return "Triton is not installed"
+    capability = _nvidia_capability(q.device)
+    if capability < OLDEST_CAPABILITY:
+        needed, found = (".".join(map(str, x)) for x in (OLDEST_CAPABILITY, capability))
+        return f"Triton needs a GPU of compute capability {needed} or later, and this one has {found}"
     if q.dtype not in TRITON_DTYPES:
         return f"the Triton kernels take fp16, bf16 and fp32, not {q.dtype}"
     for size in (q.shape[-1], v.shape[-1]):
@@ -68,7 +73,15 @@ def _triton_obstacle(q: Tensor, v: Tensor, *, asked_by_name: bool) -> str | None
 
 def interpreting() -> bool:
     """Whether Triton runs its kernels in its interpreter: the variable is read when Triton is first imported."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "on", "true", "y", "yes")  # what Triton takes for it
+
+
+@cache
+def _nvidia_capability(device: torch.device) -> tuple[int, int]:
+    """The device's compute capability; the oldest that will do where it is no NVIDIA GPU, or is a fake one."""
+    if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
+        return OLDEST_CAPABILITY
+    return torch.cuda.get_device_capability(device)
 
 
 @cache

@@ -25,13 +25,16 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: floa
     if causal and T > S:  # the first T - S queries see nothing, which torch answers with NaN
         seeing = sdpa_attention(q[:, :, T - S :], k, v, causal=True, scale=scale, implementation=implementation)
         return pad(seeing, (0, 0, T - S, 0))
-    aligned = T == S or T == 1  # else torch's own causal flag would align the first query with the first key
-    bias = causal_lower_right(T, S) if causal and not aligned else None
+    bias, flag = None, False
+    if causal and T == S:  # an `if`, because torch.compile's symbolic truth is no argument
+        flag = True
+    elif causal and T != 1:  # torch's own flag would align the first query with the first key
+        bias = causal_lower_right(T, S)
     grouped = q.shape[1] != k.shape[1]
     with sdpa_kernel(_BACKENDS[implementation]):
         try:
             return scaled_dot_product_attention(
-                q, k, v, attn_mask=bias, is_causal=causal and T == S, scale=scale, enable_gqa=grouped
+                q, k, v, attn_mask=bias, is_causal=flag, scale=scale, enable_gqa=grouped
             )
         except RuntimeError as error:
             if "No available kernel" not in str(error):

@@ -109,3 +109,9 @@ def test_residual_dropout_acts_in_training_alone() -> None:
 def test_arguments_that_do_not_fit_are_refused(arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SelfAttention(WIDTH, **arguments)
+
+
+@pytest.mark.parametrize("shape", [(LENGTH, WIDTH), (BATCH, 3, LENGTH, WIDTH), (BATCH, LENGTH, WIDTH + 1)])
+def test_input_of_another_shape_is_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=rf"must be \[B, T, C\] with C = width = 42, got \[{shape[0]}, .*unsqueeze"):
+        SelfAttention(WIDTH, HEADS)(torch.randn(shape))

@@ -5,9 +5,10 @@ import math
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from flash_train.ops import library
+from flash_train.ops import choice, library
 from flash_train.ops.attention import choose_implementation, flash_attention, flash_attention_with_lse
 from tests.ops.errors import Case, check, inputs, relative_error, results
 
@@ -116,6 +117,17 @@ def test_compiles_whole_forward_and_backward(dynamic):
         torch.testing.assert_close(got, q.grad)
 
 
+@pytest.mark.parametrize("name", ["sdpa", "sdpa_math", "naive", "naive_reversed"])
+def test_every_implementation_compiles_whole_and_once_for_all_lengths(name):
+    torch._dynamo.reset()
+    compiled = torch.compile(flash_attention, fullgraph=True, backend="aot_eager")
+    for T, stance in ((7, "default"), (9, "default"), (12, "fail_on_recompile")):
+        q = torch.randn(2, 4, T, 8)
+        with torch.compiler.set_stance(stance):
+            output = compiled(q, q, q, causal=True, implementation=name)
+        torch.testing.assert_close(output, flash_attention(q, q, q, causal=True))
+
+
 def test_compiled_naive_attention_stays_naive():
     from torch._dynamo.utils import counters
 
@@ -153,6 +165,22 @@ def test_a_step_down_is_logged_once_with_its_reason(caplog):
 
 
 @pytest.mark.parametrize(
+    ("installed", "capability", "expected"),
+    [
+        (True, (9, 0), ("triton", None)),
+        (False, (9, 0), ("tiled", "Triton is not installed")),
+        (True, (7, 5), ("tiled", "Triton needs a GPU of compute capability 8.0 or later, and this one has 7.5")),
+    ],
+)
+def test_flash_on_a_gpu_steps_down_where_triton_cannot_run(monkeypatch, installed, capability, expected):
+    monkeypatch.setattr(choice, "triton_installed", lambda: installed)
+    monkeypatch.setattr(choice, "_nvidia_capability", lambda device: capability)
+    with FakeTensorMode():
+        q = torch.empty(1, 2, 3, 16, device="cuda", dtype=torch.bfloat16)
+        assert choose_implementation("flash", q, q, q) == expected
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         (dict(q=torch.randn(3, 7, 5)), r"must be \[B, H, T, D\].*unsqueeze"),
@@ -160,7 +188,8 @@ def test_a_step_down_is_logged_once_with_its_reason(caplog):
         (dict(v=torch.randn(2, 2, 10, 5)), "must share B, G and S"),
         (dict(k=torch.randn(2, 2, 11, 4)), "one head size D, got 5 and 4"),
         (dict(q=torch.randn(2, 6, 0, 5)), "no dimension may be empty"),
-        (dict(q=torch.randn(2, 6, 7, 5).bfloat16()), "share one floating dtype"),
+        (dict(q=torch.randn(2, 6, 7, 5).bfloat16()), "share one dtype, fp16, .*got torch.bfloat16, torch.float32"),
+        (dict.fromkeys("qkv", torch.ones(2, 2, 11, 5).to(torch.float8_e5m2)), "share one dtype.*got torch.float8_e5m2"),
         (dict(v=torch.randn(2, 2, 11, 5, device="meta")), "lie on one device, got cpu, cpu and meta"),
         (dict(scale=0.0), "scale must be positive and finite, got 0.0"),
         (dict(scale=math.nan), "scale must be positive"),

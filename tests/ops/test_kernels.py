@@ -85,10 +85,12 @@ def test_rows_that_see_nothing_give_zero_and_minus_infinity():
     assert dk.isfinite().all() and dv.isfinite().all()
 
 
-def test_rows_too_far_apart_for_a_tiles_32_bit_offsets_are_copied():
-    far = torch.empty(1, device="meta").as_strided((1, 1, 5, 8), (0, 0, 2**23, 1))
-    near = torch.empty(1, device="meta").as_strided((1, 1, 5, 8), (0, 0, 2**23 - 1, 1))
+@pytest.mark.parametrize(("row", "column"), [(2**23 - 2, 1), (1, 2**23 - 2), (2**22, 2**22 - 1)])
+def test_elements_too_far_apart_for_a_tiles_32_bit_offsets_are_copied(row, column):
+    near = torch.empty(1, device="meta").as_strided((1, 1, 5, 8), (0, 0, row, column))
+    far = torch.empty(1, device="meta").as_strided((1, 1, 5, 8), (0, 0, row, column + 1))
     assert launch.near_rows(far).stride() == (40, 40, 8, 1) and launch.near_rows(near) is near
+    assert 255 * (near.stride(2) + near.stride(3)) < 2**31
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,8 @@ def empty(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor
 
 
 def near_rows(x: Tensor) -> Tensor:
-    """`x`, copied if its rows are so far apart that an offset inside a tile needs more than 32 bits."""
-    return x if max(x.stride(2), x.stride(3)) < 2**23 else x.contiguous()
+    """`x`, copied if an offset inside a tile, of 256 rows and columns at most, would need more than 32 bits."""
+    return x if x.stride(2) + x.stride(3) < 2**23 else x.contiguous()
 
 
 def block_size(size: int) -> int:
