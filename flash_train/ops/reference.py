@@ -164,7 +164,7 @@ def tiled_attention(
     tile = tile or default_tile(q)
     output = q.new_empty(B, T, H, E).transpose(1, 2)
     lse = torch.empty(B, H, T, dtype=dtype, device=q.device)
-    n = visible_keys(T, S, causal=causal)
+    n = visible_keys(T, S, causal=causal, device=torch.device("cpu"))  # the loop reads it
     for rows in _tiles(T, tile):
         q_tile = _queries(q, k, rows, dtype) * scale
         state = _empty_state(q_tile, E)
@@ -202,7 +202,7 @@ def tiled_attention_backward(
     delta = row_delta(grad_output, output, grad_lse, dtype)
     lse = lse.masked_fill(lse == -math.inf, math.inf)  # a row that sees nothing: exp(S - inf) = 0
     dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
-    n = visible_keys(T, S, causal=causal)
+    n = visible_keys(T, S, causal=causal, device=torch.device("cpu"))  # the loop reads it
     for rows in _tiles(T, tile):
         q_tile = _queries(q, k, rows, dtype) * scale
         do_tile = _queries(grad_output, k, rows, dtype)
@@ -249,7 +249,7 @@ def _mask_tile(s: Tensor, n: Tensor, columns: slice) -> None:
     """Minus infinity into the scores [B * G, (H / G) * rows, columns] where key >= n[row]; full tiles stay."""
     if int(n[0]) >= columns.stop:
         return
-    hidden = torch.arange(columns.start, columns.stop) >= n.unsqueeze(-1)
+    hidden = torch.arange(columns.start, columns.stop, device=n.device) >= n.unsqueeze(-1)
     s.unflatten(1, (-1, n.shape[0])).masked_fill_(hidden.to(s.device), -math.inf)
 
 

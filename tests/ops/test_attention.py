@@ -74,6 +74,15 @@ def test_every_implementation_aligns_the_last_query_with_the_last_key(name, shap
     torch.testing.assert_close(flash_attention(q, k, v, causal=True, implementation=name), expected)
 
 
+def test_the_default_device_plays_no_part():
+    q, k, v = float64()
+    expected = flash_attention(q, k, v, causal=True)
+    with torch.device("meta"):
+        output = flash_attention(q, k, v, causal=True)
+        output.sum().backward()
+    assert torch.equal(output, expected)
+
+
 def test_output_is_a_free_view_of_tokens_by_channels():
     q, k, v = float64()
     output = flash_attention(q, k, v)
