@@ -1,5 +1,6 @@
 """The charts of a comparison, as matplotlib figures: peak memory, speed, and losses with their differences."""
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,7 +29,7 @@ _STYLE: dict[Any, Any] = {
     "svg.hashsalt": "flash_train",
 }
 _GREY = "#555555"
-_DASHES = (0, (2, 2))
+_DASHES = (0, (6, 3))
 
 
 class Look(NamedTuple):
@@ -158,10 +159,11 @@ def _draw_differences(axes: Axes, runs: Mapping[str, Row], floor: float | None) 
         if arm != REFERENCE:
             label = f"{REFERENCE}, keys in reverse order" if arm == REORDERED else arm
             axes.plot(*_columns(points), **look.line(), label=label)
-    if floor is not None:
+    if floor is not None and math.isfinite(floor):
         limit = LOSS_LIMIT * floor
         axes.axhline(limit, color=_GREY, linewidth=1, linestyle=_DASHES, label=f"{LOSS_LIMIT:g} x noise floor")
-        axes.set_yscale("symlog", linthresh=floor / 10)
+        # Straight below a power of ten, whose label then stands clear of the zero's.
+        axes.set_yscale("symlog", linthresh=10 ** math.floor(math.log10(floor / 5)))
     axes.set_ylim(bottom=0)
 
 

@@ -1,5 +1,6 @@
 """The pictures and the page, of invented results."""
 
+import math
 import re
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from flash_train.comparison.agreement import judge
+from flash_train.comparison.agreement import judge, noise_floor
 from flash_train.comparison.charts import loss_chart, memory_chart, save_charts, speed_chart
 from flash_train.comparison.report import report_html
 from flash_train.comparison.results import Row, cells
@@ -68,6 +69,12 @@ def test_equal_results_are_equal_files(rows: list[Row], tmp_path: Path):
 
 def test_charts_can_be_drawn_when_nothing_was_measured(tmp_path: Path):
     save_charts(tmp_path, charts([row("naive", 37, status="failed", error="x", memory=None, speed=None, losses=())]))
+
+
+def test_losses_that_are_no_numbers_can_be_drawn(tmp_path: Path):
+    lost = judged_rows({"naive": (5.0, math.nan), "naive_reversed": (5.0, math.nan), "flash": (5.0, math.inf)})
+    floor = noise_floor(lost, 37)
+    save_charts(tmp_path, {"loss": loss_chart(lost, setting="a model", lengths=(37,), floors={37: floor})})
 
 
 def test_the_report_opens_with_the_verdict_and_needs_nothing_else(rows: list[Row], tmp_path: Path):
