@@ -16,6 +16,7 @@ from flash_train.comparison.settings import Settings
 TRAIN = "flash_train.commands.train"
 GRADIENTS = "flash_train.commands.compare_gradients"
 GRADIENT_ROWS = 2
+LOG_STEPS = 4  # at least, in each run
 _PACKAGES = ("flash_train", "torch", "triton", "lightning")
 
 
@@ -45,6 +46,7 @@ class Children:
             f"trainer.max_steps={self.settings.steps}",
             f"trainer.limit_val_batches={self.settings.validation_batches}",
             f"validate_every={self.settings.steps}",
+            f"trainer.log_every_n_steps={self._log_every()}",
             "resume_from=null",
         ]
         # A schedule that is still warming up when the run ends is refused by flash-train.
@@ -72,6 +74,10 @@ class Children:
     def _job(self, name: str, module: str, folder: Path, fixed: Sequence[str]) -> Job:
         command = (sys.executable, "-m", module, *self.overrides, *fixed, f"hydra.run.dir={quoted(folder)}")
         return Job(name=name, folder=folder, command=command, versions=versions())
+
+    def _log_every(self) -> int:
+        """As configured, but often enough for a short run to leave curves in its loggers."""
+        return min(self.config["trainer"].get("log_every_n_steps", 50), max(1, self.settings.steps // LOG_STEPS))
 
     def _rows(self, length: int) -> int:
         rows = rows_per_micro_batch(

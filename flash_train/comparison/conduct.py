@@ -11,7 +11,7 @@ from flash_train.comparison.children import Children
 from flash_train.comparison.plan import Run, plan_runs
 from flash_train.comparison.progress import Display, Remaining, display
 from flash_train.comparison.results import Cell, Row, cells, row_from_result
-from flash_train.comparison.runner import Job, Outcome, run_job
+from flash_train.comparison.runner import FINISHED, Job, Outcome, run_job
 from flash_train.comparison.text import human_bytes, human_count, human_seconds
 from flash_train.comparison.verdict import Verdict, conclude
 
@@ -37,16 +37,17 @@ def conduct(children: Children, console: Console) -> Comparison:
     jobs = [children.training_job(run) for run in runs]
     check = children.gradient_job() if settings.judged_lengths else None
     gradients: dict[int, dict[str, float]] = {}
+    failures: list[str] = []
     with display(console, total=len(jobs) + (check is not None)) as bar:
         rows, told = _train(runs, jobs, bar)
         if check is not None and any(row.status == "ok" for row in rows):
-            gradients = _check_gradients(check, bar)
+            gradients, failures = _check_gradients(check, bar)
     found = cells(rows)
     agreements = judge(rows, arms=settings.arms, lengths=settings.judged_lengths, gradients=gradients)
     return Comparison(
         rows=tuple(rows),
         cells=tuple(found),
-        verdict=conclude(rows, found, agreements),
+        verdict=conclude(rows, found, agreements, micro_batch_tokens=settings.micro_batch_tokens, failures=failures),
         environment=told.get("environment") or {},
         data=told.get("data") or {},
     )
@@ -73,13 +74,15 @@ def _train(runs: Sequence[Run], jobs: Sequence[Job], bar: Display) -> tuple[list
     return rows, told
 
 
-def _check_gradients(job: Job, bar: Display) -> dict[int, dict[str, float]]:
+def _check_gradients(job: Job, bar: Display) -> tuple[dict[int, dict[str, float]], list[str]]:
+    """The errors by length and arm, and what went wrong otherwise than by running out of memory."""
     bar.running(job.name, left=None)
     outcome = run_job(job, tick=bar.tick)
     errors = {int(length): error for length, error in (outcome.result.get("gradient_errors") or {}).items()}
-    ended = "ready" if errors else f"{outcome.result['status']}: {outcome.result.get('error')}"
-    bar.ended(f"{job.name}: {ended}{_took(outcome)}")
-    return errors
+    status = outcome.result["status"]
+    failed = "" if status == "ok" else f"{job.name} {status}: {outcome.result.get('error')}"
+    bar.ended((failed or f"{job.name}: ready") + _took(outcome))
+    return errors, [failed] if status not in FINISHED else []
 
 
 def _line(row: Row, outcome: Outcome) -> str:

@@ -40,7 +40,7 @@ def write_files(comparison: Comparison, children: Children, *, command: Sequence
         cells=comparison.cells,
         rows=comparison.rows,
         charts={caption: folder / f"{name}.svg" for name, caption in CHARTS.items()},
-        facts=comparison.environment,
+        facts={**comparison.environment, "git_commit": comparison.environment.get("git_commit") or "not known"},
         command=line,
     )
     documents[2].write_text(page)

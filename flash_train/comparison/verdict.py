@@ -45,12 +45,23 @@ class Verdict:
         }
 
 
-def conclude(rows: Sequence[Row], cells: Sequence[Cell], agreements: Sequence[Agreement]) -> Verdict:
-    """What the runs amount to, for the arm `flash` (or the last one) against `naive` (or the first other one)."""
+def conclude(
+    rows: Sequence[Row],
+    cells: Sequence[Cell],
+    agreements: Sequence[Agreement],
+    *,
+    micro_batch_tokens: int | None = None,
+    failures: Sequence[str] = (),
+) -> Verdict:
+    """What the runs amount to, for the arm `flash` (or the last one) against `naive` (or the first other one).
+
+    `micro_batch_tokens`: as many at every length, or None for as many rows. `failures`: problems beside the rows'.
+    """
     arms = list(dict.fromkeys(cell.arm for cell in cells))
     subject, reference = _roles(arms)
     unequal = unequal_starts(rows)
     problems = unequal + [f"{row.name} {row.status}: {row.error}" for row in rows if _unusable(row)]
+    problems += failures
     sentence = _headline(cells, reference, subject) + _agreement_clause(agreements, subject)
     exponents = {arm: _exponent(cells, arm) for arm in arms}
     notes = [_judgement(one) for one in agreements]
@@ -58,9 +69,7 @@ def conclude(rows: Sequence[Row], cells: Sequence[Cell], agreements: Sequence[Ag
     commits = sorted({row.commit for row in rows if row.commit})
     if len(commits) > 1:
         notes.append(f"The runs were made at different commits: {', '.join(commits)}.")
-    grown = [f"{arm} as T^{exponent:.1f}" for arm, exponent in exponents.items() if exponent is not None]
-    if grown:
-        notes.append(f"Beyond a fixed part, peak memory grew: {', '.join(grown)}.")
+    notes += _growth(exponents, micro_batch_tokens)
     return Verdict(
         sentence=unequal[0] if unequal else sentence,
         notes=tuple(notes),
@@ -87,6 +96,19 @@ def _exponent(cells: Sequence[Cell], arm: str) -> float | None:
     own = [(cell.length, cell.peak_allocated_bytes) for cell in cells if cell.arm == arm and cell.status == "ok"]
     measured = [(length, peak) for length, peak in own if peak]
     return growth_exponent([length for length, _ in measured], [peak for _, peak in measured])
+
+
+def _growth(exponents: dict[str, float | None], micro_batch_tokens: int | None) -> list[str]:
+    grown = [f"{arm} as T^{exponent:.1f}" for arm, exponent in exponents.items() if exponent is not None]
+    if not grown:
+        return []
+    told = f"Beyond a fixed part, peak memory grew: {', '.join(grown)}."
+    if micro_batch_tokens is not None:
+        told += (
+            f" Each micro-batch held {micro_batch_tokens:,} tokens, so that sequences twice as long came in half as "
+            "many rows: what grows as T^2 in a row grows as T here, and what grows as T stays level."
+        )
+    return [told]
 
 
 def _headline(cells: Sequence[Cell], reference: str | None, subject: str) -> str:

@@ -76,6 +76,7 @@ def test_one_command_leaves_numbers_charts_and_a_report(flash_compare: Command, 
     printed = capsys.readouterr().out
     assert "OOM" in printed and found["verdict"]["sentence"] in printed
     assert "naive ran out of memory where flash used" in found["verdict"]["sentence"]
+    assert "Each micro-batch held 148 tokens" in found["verdict"]["notes"][-1]
 
 
 def test_children_share_everything_but_the_arm(flash_compare: Command, tmp_path: Path):
@@ -88,6 +89,7 @@ def test_children_share_everything_but_the_arm(flash_compare: Command, tmp_path:
     assert set(naive) ^ set(flash) == {"attention=naive", "attention=flash"}
     for part in ("model.width=48", "data.sequence_length=74", "data.batch_size=2", "trainer.max_steps=3"):
         assert part in flash
+    assert "trainer.log_every_n_steps=1" in flash  # three steps would leave no curve at the recipe's interval
     assert flash.index("schedule.warmup_steps=1") > flash.index("schedule.warmup_steps=90")
     assert "lengths=[74]" not in flash and "lengths=[74]" in commands["gradients"]
 
@@ -100,6 +102,17 @@ def test_an_arm_that_crashes_is_reported_and_the_others_go_on(flash_compare: Com
     assert "the moon was full" in capsys.readouterr().out
     statuses = [row["status"] for row in results(tmp_path / "out")["rows"] if row["arm"] == "flash"]
     assert statuses == ["ok", "invalid", "ok"]
+
+
+def test_a_gradient_check_that_crashes_is_a_problem_and_leaves_the_agreement_open(
+    flash_compare: Command, tmp_path: Path
+):
+    assert flash_compare(*SMALL, "output=out", "lengths=[37]", gradients="crash") == 1
+    verdict = results(tmp_path / "out")["verdict"]
+    assert verdict["problems"] == [
+        "gradients against float64 failed: ended with exit code 1 and no result: RuntimeError: no float64 here"
+    ]
+    assert "whether the losses agree at T=37 is open (no gradient check at T=37)" in verdict["sentence"]
 
 
 def test_what_fails_for_every_arm_is_not_tried_at_every_length(flash_compare: Command, tmp_path: Path):
