@@ -33,7 +33,8 @@ def _errors(config: dict[str, Any], length: int) -> dict[str, float]:
     """The relative gradient error of each arm at one length, on the first batch of the training data."""
     import torch
 
-    from flash_train.commands.objects import build_data, build_module, check_device
+    from flash_train.commands.objects import build_data, build_module
+    from flash_train.commands.values import check_device
     from flash_train.comparison.gradients import gradient_errors
 
     check_device(config["trainer"])

@@ -6,7 +6,7 @@ import inspect
 import os
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, Literal, Union
@@ -22,9 +22,9 @@ def build(node: Mapping[str, Any], *, key: str, wired: Mapping[str, Any] | None 
     Args:
         node: plain values; an entry that is itself such a node is built first.
         key: where the node stands in the configuration, for error messages.
-        wired: further arguments, which no file can give: they win over the node.
+        wired: further arguments, which no file can give.
 
-    Raises ValueError as `check` does, and if an argument is missing.
+    Raises ValueError as `check` does, and if an argument is missing or is both in `node` and in `wired`.
     """
     target = check(node, key=key)
     arguments = {
@@ -32,6 +32,8 @@ def build(node: Mapping[str, Any], *, key: str, wired: Mapping[str, Any] | None 
         for name, value in node.items()
         if name not in _OWN
     }
+    for name in arguments.keys() & (wired or {}).keys():
+        raise ValueError(f"{key}.{name} follows from other settings and cannot be given")
     arguments |= wired or {}
     call = functools.partial(target, **arguments)
     if node.get("_partial_", False):
@@ -57,34 +59,45 @@ def check(node: Mapping[str, Any], *, key: str) -> Callable[..., Any]:
     for name, value in node.items():
         if _is_node(value):
             check(value, key=f"{key}.{name}")
-    _check_arguments(target, {name: value for name, value in node.items() if name not in _OWN}, key=key)
+    parameters = inspect.signature(target).parameters
+    open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    arguments = {name: value for name, value in node.items() if name not in _OWN}
+    check_arguments(arguments, _hints(target), key=key, names=None if open_ended else parameters)
     return target
+
+
+def check_arguments(
+    arguments: Mapping[str, Any], hints: Mapping[str, Any], *, key: str, names: Iterable[str] | None = ()
+) -> None:
+    """Raise ValueError for an argument that is not among `names` or `hints`, or does not fit its annotation in `hints`.
+
+    With `names` None every name is good.
+    """
+    for name, value in arguments.items():
+        if names is not None and name not in names and name not in hints:
+            raise ValueError(f"{key} takes no {name!r}; {nearest(name, {*names, *hints})}")
+        if name in hints and not _is_node(value) and not _fits(value, hints[name]):
+            full = f"{key}.{name}" if key else name
+            raise ValueError(f"{full} must be {_spelled(hints[name])}, got {value!r}")
 
 
 def _is_node(value: Any) -> bool:
     return isinstance(value, Mapping) and "_target_" in value
 
 
-def _check_arguments(target: Callable[..., Any], arguments: Mapping[str, Any], *, key: str) -> None:
-    parameters = inspect.signature(target).parameters
-    open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    hints = _hints(target)
-    for name, value in arguments.items():
-        if name not in parameters and not open_ended:
-            raise ValueError(f"{key} takes no {name!r}; {nearest(name, parameters)}")
-        if name in hints and not _is_node(value) and not _fits(value, hints[name]):
-            raise ValueError(f"{key}.{name} must be {_spelled(hints[name])}, got {value!r}")
-
-
 def _hints(target: Callable[..., Any]) -> dict[str, Any]:
     function = inspect.unwrap(target.__init__ if inspect.isclass(target) else target)
     try:
-        return typing.get_type_hints(function)
+        hints = typing.get_type_hints(function)
     except NameError:
         return {}  # annotations that exist for type checkers only
+    return {name: hint for name, hint in hints.items() if name != "return"}
 
 
 def _spelled(hint: Any) -> str:
+    if typing.get_origin(hint) is Literal:
+        *most, last = map(str, typing.get_args(hint))
+        return f"{', '.join(most)} or {last}" if most else last
     return inspect.formatannotation(hint).replace("typing.", "").replace("NoneType", "None")
 
 

@@ -38,11 +38,11 @@ def measure(config: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     from flash_train.commands.environment import describe_environment
-    from flash_train.commands.objects import build_data, build_module, build_trainer, check_device, check_values
+    from flash_train.commands.objects import build_data, build_module, build_trainer
+    from flash_train.commands.values import check_values
     from flash_train.training.resume import find_checkpoint, read_header
 
     check_values(config)
-    check_device(config["trainer"])
     torch.set_float32_matmul_precision(config["precision"]["float32_matmul"])
     path = find_checkpoint(config["checkpoint"])
     header = read_header(path)

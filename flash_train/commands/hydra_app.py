@@ -59,7 +59,9 @@ def launch(task: Task, *, config_name: str, module: str, recall: tuple[str, Reca
     try:
         with _environment(_FULL_ERROR, "1"):
             register()
-            arguments = get_args_parser().parse_intermixed_args()  # overrides before and after -m
+            parser = get_args_parser()
+            parser.error = _refuse_option
+            arguments = parser.parse_intermixed_args()  # overrides before and after -m
             if not (arguments.shell_completion or arguments.help or arguments.hydra_help):
                 _prepare(arguments, recall)
             code = _compose_and_run(_Job(task, config_name, module, arguments, wanted))
@@ -71,6 +73,11 @@ def launch(task: Task, *, config_name: str, module: str, recall: tuple[str, Reca
         complain(config_name, _one_sentence(error))
         code = ExitCode.BAD_INPUT
     sys.exit(code)
+
+
+def _refuse_option(message: str) -> NoReturn:
+    """Instead of argparse's, which prints every option of Hydra first."""
+    raise ValueError(f"{message}; overrides have no dashes, as in recipes=demo, and --help tells what there is")
 
 
 @contextmanager
@@ -159,8 +166,7 @@ def _compose_and_run(job: _Job) -> int:
 def _plain(config: DictConfig, arguments: argparse.Namespace) -> dict[str, Any]:
     """The configuration as resolved plain values. Raises ValueError on a top-level key that no command reads."""
     primaries = [OmegaConf.load(file) for file in (config_root() / "conf").glob("*.yaml")]
-    added = {override.key_or_group.partition(".")[0] for override in parse(arguments.overrides) if override.is_add()}
-    known = {*_groups(arguments), *(str(key) for primary in primaries for key in primary), *added}
+    known = {*_groups(arguments), *(str(key) for primary in primaries for key in primary)} - {"defaults", "hydra"}
     for key in config:
         if key not in known:
             raise ValueError(f"there is no {str(key)!r} (set in a recipe?); {nearest(str(key), known)}")

@@ -1,21 +1,18 @@
 """The objects of a run, built from the configuration and wired to one another: data, model, module, trainer."""
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from lightning import Callback, Trainer, seed_everything
 from lightning.pytorch.callbacks import Checkpoint, ModelSummary, ProgressBar
 from lightning.pytorch.loggers import Logger
 
-from flash_train.commands.construct import build, check
+from flash_train.commands.construct import build
+from flash_train.commands.values import Config, check_values, count_devices
 from flash_train.models.gpt import GPT
 from flash_train.training.data import TokenData
 from flash_train.training.module import LanguageModel
-
-Config = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -39,7 +36,6 @@ def build_objects(config: Config, *, run_id: str, run_config: Config) -> Objects
     Raises ValueError for anything in the configuration that does not fit.
     """
     check_values(config)
-    check_device(config["trainer"])
     torch.set_float32_matmul_precision(config["precision"]["float32_matmul"])
     data = build_data(config)
     module = build_module(config, data, run_config=run_config)
@@ -48,40 +44,6 @@ def build_objects(config: Config, *, run_id: str, run_config: Config) -> Objects
     }
     loggers = build_loggers(config, run_id=run_id)
     return Objects(data, module, build_trainer(config, callbacks=list(callbacks.values()), loggers=loggers), callbacks)
-
-
-def check_values(config: Config) -> None:
-    """Look at every value before anything is built: a wrong one should not cost the preparation of the data."""
-    for key in ("seed", "validate_every"):
-        value = config[key]
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{key} must be a positive whole number, got {value!r}")
-    matmul = config["precision"]["float32_matmul"]
-    if matmul not in ("highest", "high", "medium"):  # torch only warns, and keeps what it had
-        raise ValueError(f"precision.float32_matmul must be highest, high or medium, got {matmul!r}")
-    for key in ("trainer", "data", "model", "optimizer", "schedule"):
-        check(config[key], key=key)
-    for group in ("callbacks", "loggers"):
-        for name, node in config[group].items():
-            if node is not None:
-                check(node, key=f"{group}.{name}")
-
-
-def check_device(trainer: Mapping[str, Any]) -> None:
-    """Raise ValueError if the configuration names no device, or asks for GPUs that torch does not see.
-
-    An automatic choice is refused: what a run measures must not depend on where it happens to be started.
-    """
-    accelerator = trainer.get("accelerator")
-    if accelerator not in ("cpu", "cuda"):
-        raise ValueError(f"trainer.accelerator must be cpu or cuda, got {accelerator!r}")
-    if accelerator == "cpu":
-        return
-    seen = torch.cuda.device_count()
-    if not seen:
-        raise ValueError("trainer=cuda needs a CUDA device and torch sees none; choose trainer=cpu")
-    if isinstance(trainer.get("devices"), int) and trainer["devices"] > seen:
-        raise ValueError(f"trainer.devices={trainer['devices']} asks for more CUDA devices than torch sees: {seen}")
 
 
 def build_data(config: Config) -> TokenData:
@@ -210,13 +172,3 @@ def accumulate(config: Config) -> int:
             f"{rows} x {length} x {devices} = {at_once}; the nearest that are: {nearest}"
         )
     return total // at_once
-
-
-def count_devices(trainer: Mapping[str, Any]) -> int:
-    """Devices of all nodes together."""
-    devices = trainer.get("devices", 1)
-    if isinstance(devices, list):
-        devices = len(devices)
-    elif not isinstance(devices, int) or devices < 1:
-        raise ValueError(f"trainer.devices must be a positive number or a list of device numbers, got {devices!r}")
-    return devices * trainer.get("num_nodes", 1)

@@ -51,6 +51,9 @@ def check_groups(overrides: Sequence[Override], groups: Mapping[str, Sequence[st
         sweep: whether `-m` was given, so that a comma separates jobs.
     """
     for override in overrides:
+        if override.key_or_group in groups and override.is_add():
+            written = (override.input_line or "").lstrip("+")
+            raise ValueError(f"{override.key_or_group} has a choice already; write {written}, without the +")
         if override.key_or_group in groups and override.package is None and not override.is_delete():
             _check_choice(override, groups[override.key_or_group], sweep=sweep)
 
@@ -98,8 +101,9 @@ def check_keys(overrides: Sequence[Override], groups: Mapping[str, Sequence[str]
         # Below the first level only names of the same group are near; a stranger's may look alike by accident.
         group = name.partition(".")[0]
         near = {key for key in known if key.startswith(f"{group}.")} if group in known and "." in name else known
-        listed = group not in ("trainer", "callbacks", "loggers")  # a library's classes take more than our files say
-        more = "" if listed or near == known else f" (an argument that the file does not list: +{override.input_line})"
+        # A library's classes take more than our files say.
+        open_ended = group in ("trainer", "callbacks", "loggers") and near != known and not override.is_delete()
+        more = f" (an argument that the file does not list: +{override.input_line})" if open_ended else ""
         raise ValueError(f"there is no {name!r}; {nearest(name, near)}{more}")
 
 

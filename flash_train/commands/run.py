@@ -3,6 +3,7 @@
 import logging
 import secrets
 import sys
+import textwrap
 import time
 import traceback
 import warnings
@@ -16,8 +17,9 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_only
 
 from flash_train.commands.hydra_app import ExitCode, complain
-from flash_train.commands.objects import Config, build_objects
+from flash_train.commands.objects import Config, Objects, build_objects
 from flash_train.commands.result import describe_end, describe_start, write_json
+from flash_train.models.parameters import parameter_count, parameter_table
 from flash_train.training.guard import NonFiniteLoss
 from flash_train.training.resume import CheckpointHeader, find_checkpoint, read_header
 
@@ -48,6 +50,7 @@ def run(config: Config, folder: Path, overrides: list[str]) -> int:
             announce(checkpoint, header, config, folder)
         run_id = header.wandb_run_id if header and header.wandb_run_id else secrets.token_hex(4)
         objects = build_objects(config, run_id=run_id, run_config={"config": config, "overrides": overrides})
+        introduce(objects, folder)
         result |= {"resumed_from": str(checkpoint) if checkpoint else None, **describe_start(objects)}
         objects.trainer.fit(objects.module, datamodule=objects.data, ckpt_path=checkpoint)
         ending = Ending("ok", ExitCode.OK)
@@ -69,8 +72,11 @@ def quieten() -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
     # Batches are slices of a memory-mapped file: worker processes would cost more than they bring.
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
-    # Lightning 2.6 asks torch's pytree in a way that torch 2.13 wants to end.
+    # Lightning 2.6 asks torch's pytree, and gathers from ranks, in ways that torch 2.13 wants to end.
     warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
+    warnings.filterwarnings("ignore", message=r"torch.distributed.nn.functional.all_gather is deprecated")
+    if rank_zero_only.rank:  # one process speaks for all
+        logging.getLogger("flash_train").setLevel(logging.ERROR)
     # They mean steps of an epoch; here a run may have many short ones.
     warnings.filterwarnings("ignore", message=".*is smaller than the logging interval.*")
 
@@ -102,6 +108,13 @@ def announce(checkpoint: Path, header: CheckpointHeader, config: Config, folder:
     for key in sorted({*before, *now} - own if earlier else ()):
         if before.get(key) != now.get(key):
             print(f"  changed: {key}: {before.get(key)!r} -> {now.get(key)!r}")
+
+
+@rank_zero_only
+def introduce(objects: Objects, folder: Path) -> None:
+    """Print where the run writes, and its model's parameters by part."""
+    print(f"run folder: {folder}\nparameters:")
+    print(textwrap.indent(parameter_table(parameter_count(objects.module.model)), "  "))
 
 
 def _leaves(node: Any, prefix: str = "") -> list[tuple[str, Any]]:

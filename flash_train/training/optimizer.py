@@ -27,13 +27,15 @@ def adamw(
         fused: one kernel for the whole update. The default is to fuse when every parameter is on a GPU.
 
     Raises:
-        ValueError: nothing is trainable, or `betas` are not two numbers.
+        ValueError: nothing is trainable, `betas` are not two numbers, or `weight_decay` is negative.
     """
     parameters = [p for p in module.parameters() if p.requires_grad]
     if not parameters:
         raise ValueError(f"{type(module).__name__} has no trainable parameter: set requires_grad on what is to learn.")
     if len(betas) != 2:
         raise ValueError(f"betas are two numbers, not {list(betas)}: (0.9, 0.95) is usual for language models.")
+    if not weight_decay >= 0:  # torch looks at its own default only, not at a group's
+        raise ValueError(f"weight_decay cannot be {weight_decay}: 0 means none, and 0.1 is usual for language models.")
     matrices = [p for p in parameters if p.dim() >= 2]
     vectors = [p for p in parameters if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]

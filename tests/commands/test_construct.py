@@ -33,6 +33,11 @@ def test_a_node_is_built_with_the_nodes_inside_it_and_what_is_wired_in() -> None
     assert build({"_target_": LAMP, "_partial_": True}, key="lamp")(watts=7).watts == 7
 
 
+def test_what_is_wired_in_is_not_given_a_second_time() -> None:
+    with pytest.raises(ValueError, match="lamp.count follows from other settings"):
+        build({"_target_": LAMP, "watts": 5, "count": 2}, key="lamp", wired={"count": 3})
+
+
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
@@ -44,7 +49,7 @@ def test_a_node_is_built_with_the_nodes_inside_it_and_what_is_wired_in() -> None
         ({"watts": 5, "on": 1}, "lamp.on must be bool, got 1"),
         ({"watts": 5, "colours": "red"}, r"lamp.colours must be list\[str\] | None, got 'red'"),
         ({"watts": 5, "colours": [1]}, r"lamp.colours must be list\[str\] | None, got \[1\]"),
-        ({"watts": 5, "socket": "E40"}, "lamp.socket must be Literal"),
+        ({"watts": 5, "socket": "E40"}, "lamp.socket must be E14 or E27, got 'E40'"),
         ({"watts": 5, "shade": {"_target_": LAMP, "watts": "5"}}, "lamp.shade.watts must be float, got '5'"),
         ({}, "lamp: missing a required argument: 'watts'"),
         ({"_target_": "flash_train.nowhere.Lamp"}, "lamp._target_ names nothing that can be imported"),

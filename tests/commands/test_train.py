@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,6 +27,8 @@ def test_a_run_leaves_its_configuration_and_what_it_measured(command: Command, t
     answer = command(main, *SHORT, "data.sequence_length=37", "validate_every=2", "trainer.limit_val_batches=1")
     assert answer.code == 0, answer.err
     found = result(tmp_path / "run")
+    assert f"run folder: {tmp_path / 'run'}" in answer.out
+    assert re.search(rf"^  total +{found['parameters']:,} +100.0 %$", answer.out, re.MULTILINE)
     assert (found["status"], found["error"], found["steps"], found["device"]) == ("ok", None, 2, "cpu")
     assert found["attention"] == {"asked": "flash", "ran": "tiled", "reason": found["attention"]["reason"]}
     assert len(found["loss_curve"]) == 2 and len(found["initial_weights_sha256"]) == 64
