@@ -40,7 +40,7 @@ def measure(config: dict[str, Any]) -> dict[str, Any]:
     from flash_train.commands.environment import describe_environment
     from flash_train.commands.objects import build_data, build_module, build_trainer
     from flash_train.commands.values import check_values
-    from flash_train.training.resume import find_checkpoint, read_header
+    from flash_train.training.resume import find_checkpoint, load_weights, read_header
 
     check_values(config)
     torch.set_float32_matmul_precision(config["precision"]["float32_matmul"])
@@ -50,12 +50,7 @@ def measure(config: dict[str, Any]) -> dict[str, Any]:
     data = build_data(config)
     length = max(trained, config["data"]["sequence_length"])
     module = build_module(config, data, run_config={}, context_length=length)
-    weights = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["state_dict"]
-    try:
-        module.load_state_dict(weights)
-    except RuntimeError as error:
-        first = str(error).splitlines()[1].strip()
-        raise ValueError(f"{path} does not fit this model and data: {first}") from error
+    load_weights(path, module)
     # Whatever the run itself looked at, a checkpoint is judged by the whole split.
     whole = config["trainer"] | {"limit_val_batches": 1.0, "overfit_batches": 0.0, "fast_dev_run": False}
     trainer = build_trainer(config | {"trainer": whole}, callbacks=[], loggers=[])

@@ -1,5 +1,6 @@
 """One training run: build, fit, and say what became of it. Whatever happens, result.json says it too."""
 
+import json
 import logging
 import secrets
 import sys
@@ -21,7 +22,7 @@ from flash_train.commands.objects import Config, Objects, build_objects
 from flash_train.commands.result import describe_end, describe_start, write_json
 from flash_train.models.parameters import parameter_count, parameter_table
 from flash_train.training.guard import NonFiniteLoss
-from flash_train.training.resume import CheckpointHeader, find_checkpoint, read_header
+from flash_train.training.resume import CheckpointHeader, find_checkpoint, load_weights, read_header
 
 _LESS_MEMORY = "attention=flash, checkpointing=block or a smaller data.batch_size needs less"
 
@@ -41,17 +42,23 @@ def run(config: Config, folder: Path, overrides: list[str]) -> int:
     quieten()
     begin = time.monotonic()
     result: dict[str, Any] = {}
-    objects = None
+    objects = checkpoint = header = None
     try:
-        write_yaml(folder / "config.yaml", config)
-        checkpoint = find_checkpoint(config["resume_from"]) if config["resume_from"] else None
-        header = read_header(checkpoint) if checkpoint else None
-        if checkpoint and header:
+        if config["resume_from"]:
+            checkpoint = find_checkpoint(config["resume_from"])
+            header = read_header(checkpoint)
+            if is_finished(header, config, folder):
+                return ExitCode.OK
             announce(checkpoint, header, config, folder)
+        else:
+            write_yaml(folder / "config.yaml", config)
         run_id = header.wandb_run_id if header and header.wandb_run_id else secrets.token_hex(4)
         objects = build_objects(config, run_id=run_id, run_config={"config": config, "overrides": overrides})
         introduce(objects, folder)
         result |= {"resumed_from": str(checkpoint) if checkpoint else None, **describe_start(objects)}
+        if checkpoint:
+            load_weights(checkpoint, objects.module)  # Lightning would too, with a traceback if they do not fit
+            write_yaml(folder / "config.yaml", config)
         objects.trainer.fit(objects.module, datamodule=objects.data, ckpt_path=checkpoint)
         ending = Ending("ok", ExitCode.OK)
     except BaseException as error:  # also Ctrl-C, which Lightning turns into SystemExit
@@ -62,8 +69,20 @@ def run(config: Config, folder: Path, overrides: list[str]) -> int:
     if objects is not None:
         result |= describe_end(objects)
     result = {"status": ending.status, "error": ending.error, **result, "seconds": time.monotonic() - begin}
-    conclude(result, folder, ending)
+    went_on = header is not None and objects is not None and objects.trainer.global_step > header.step
+    # What a run has measured before it was asked in vain to go on stays.
+    keep = config["resume_from"] and ending.code == ExitCode.BAD_INPUT and not went_on
+    conclude(None if keep else result, folder, ending)
     return ending.code
+
+
+def is_finished(header: CheckpointHeader, config: Config, folder: Path) -> bool:
+    """Whether nothing is left to do in `folder`, not even its result; then it is said."""
+    steps, file = config["trainer"].get("max_steps", -1), folder / "result.json"
+    if not 0 <= steps <= header.step or not file.is_file() or json.loads(file.read_text())["status"] != "ok":
+        return False
+    print(f"{folder} has done its trainer.max_steps={steps} steps; more of them continue it")
+    return True
 
 
 def quieten() -> None:
@@ -75,7 +94,7 @@ def quieten() -> None:
     # Lightning 2.6 asks torch's pytree, and gathers from ranks, in ways that torch 2.13 wants to end.
     warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
     warnings.filterwarnings("ignore", message=r"torch.distributed.nn.functional.all_gather is deprecated")
-    if rank_zero_only.rank:  # one process speaks for all
+    if getattr(rank_zero_only, "rank", 0):  # one process speaks for all
         logging.getLogger("flash_train").setLevel(logging.ERROR)
     # They mean steps of an epoch; here a run may have many short ones.
     warnings.filterwarnings("ignore", message=".*is smaller than the logging interval.*")
@@ -124,14 +143,15 @@ def _leaves(node: Any, prefix: str = "") -> list[tuple[str, Any]]:
 
 
 @rank_zero_only
-def conclude(result: dict[str, Any], folder: Path, ending: Ending) -> None:
-    """Write result.json, close wandb, and tell the person what happened if it was not what they wanted."""
+def conclude(result: dict[str, Any] | None, folder: Path, ending: Ending) -> None:
+    """Write result.json unless that of before is to stay, close wandb, and tell the person what they did not want."""
     if (wandb := sys.modules.get("wandb")) is not None:
         wandb.finish(exit_code=ending.code)
     if ending.error is not None and not ending.surprising:
         complain("train", ending.error)
     try:
-        write_json(folder / "result.json", result)
+        if result is not None:
+            write_json(folder / "result.json", result)
     except OSError as error:
         complain("train", f"cannot write {error.filename}: {error.strerror}")
 

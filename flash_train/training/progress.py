@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import RichProgressBar
 from rich import get_console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from torch import Tensor
 
 from flash_train.training.steps import is_log_step
 
@@ -82,10 +83,10 @@ class ProgressBar(RichProgressBar):
 
 
 class Summary(Callback):
-    """Prints a short table when training has ended: how long, how far, and what was last logged of SHOWN."""
+    """Prints a short table when training has ended: how long, how far, the last loss, and what was logged of SHOWN."""
 
     def __init__(self) -> None:
-        self._began = 0.0
+        self._began: float | None = None
         self._first_step = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -93,21 +94,27 @@ class Summary(Callback):
         self._first_step = trainer.global_step
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage == "fit" and trainer.is_global_zero and trainer.global_step > self._first_step:
-            get_console().print(self._table(trainer))
+        trained = self._began is not None and trainer.global_step > self._first_step
+        if stage == "fit" and trainer.is_global_zero and trained:
+            get_console().print(self._table(trainer, getattr(pl_module, "step_loss", None)))
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if isinstance(exception, KeyboardInterrupt):  # then Lightning calls no teardown
             self.teardown(trainer, pl_module, "fit")
 
-    def _table(self, trainer: Trainer) -> Table:
+    def _table(self, trainer: Trainer, step_loss: Tensor | None) -> Table:
+        assert self._began is not None
         table = Table(title="Summary", show_header=False)
         steps = f"{trainer.global_step:,}"
         if self._first_step:
             steps += f" (resumed after {self._first_step:,})"
         table.add_row("optimizer steps", steps)
         table.add_row("time", f"{time.perf_counter() - self._began:.1f} s")
-        for label, text in _texts(trainer, SHOWN).items():
+        texts = _texts(trainer, SHOWN)
+        if step_loss is not None and not is_log_step(trainer, trainer.global_step):  # what was logged is older, if any
+            label, style = SHOWN["train/loss"]
+            texts = {label: style.format(float(step_loss))} | {key: texts[key] for key in texts if key != label}
+        for label, text in texts.items():
             table.add_row(label, text)
         return table
 

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-__all__ = ["CheckpointHeader", "checkpoint_files", "find_checkpoint", "read_header"]
+__all__ = ["CheckpointHeader", "checkpoint_files", "find_checkpoint", "load_weights", "read_header"]
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,20 @@ def read_header(path: str | Path) -> CheckpointHeader:
         run_config=checkpoint.get("run_config"),
         wandb_run_id=checkpoint.get("wandb_run_id"),
     )
+
+
+def load_weights(path: str | Path, module: nn.Module) -> None:
+    """Put the weights of the checkpoint at `path` into the module that it is of.
+
+    Raises:
+        ValueError: it is of another model; names the first difference.
+    """
+    weights = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["state_dict"]
+    try:
+        module.load_state_dict(weights)
+    except RuntimeError as error:
+        first = str(error).splitlines()[1].strip()
+        raise ValueError(f"{path} does not fit this model and data: {first}") from error
 
 
 def checkpoint_files(folder: Path) -> list[Path]:

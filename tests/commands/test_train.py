@@ -100,6 +100,27 @@ def test_a_run_is_continued_in_its_folder_with_its_wandb_id(command: Command, tm
     assert len(folders) == 2 and len({name.rpartition("-")[2] for name in folders}) == 1
 
 
+@pytest.mark.parametrize(
+    ("change", "code", "said"),
+    [
+        ("trainer.max_steps=2", 0, "has done its trainer.max_steps=2 steps; more of them continue it"),
+        ("model.depth=1", 2, "does not fit this model and data: Unexpected key(s)"),
+        ("model.width=32", 2, "does not fit this model and data: size mismatch"),
+        ("data.seed=5", 2, "use the checkpoint's text and data.seed"),
+    ],
+)
+def test_a_run_that_cannot_go_on_keeps_what_it_had(
+    command: Command, tmp_path: Path, change: str, code: int, said: str
+) -> None:
+    assert command(main, *SHORT).code == 0
+    before = (tmp_path / "run" / "result.json").read_text()
+    more = ["trainer.max_steps=4"] if code else []
+    answer = command(main, "resume_from=run", *more, change)
+    assert answer.code == code and "Traceback" not in answer.err, answer.err
+    assert said in (answer.err if code else answer.out).splitlines()[-1]
+    assert (tmp_path / "run" / "result.json").read_text() == before
+
+
 def test_each_job_of_a_sweep_has_a_process_and_one_that_fails_does_not_stop_the_rest(
     tmp_path: Path, cache: str
 ) -> None:

@@ -93,3 +93,13 @@ def test_progress_and_summary_show_loss_speed_and_memory(tmp_path: Path, capsys:
         assert f"step {step}/12  loss " in text
     assert "tokens/s 123,456  peak 0.25 GiB" in text
     assert "Summary" in text.split("step 12/12")[1] and "optimizer steps" in text
+
+
+@pytest.mark.parametrize("interval", [4, 5, 100])
+def test_the_summary_of_a_run_that_ends_between_two_log_steps_has_the_loss_of_its_last_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], interval: int
+) -> None:
+    history = LossHistory()
+    fit(tmp_path, history, Summary(), log_every_n_steps=interval)
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if "loss" in line]
+    assert f"{history.curve()[-1][1]:.4f}" in row
