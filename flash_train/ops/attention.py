@@ -47,6 +47,8 @@ def flash_attention(
     Raises:
         ValueError: shapes, dtypes or devices that do not fit together, a scale that is not positive, or an
             implementation that does not take these tensors.
+        RuntimeError: a second or a forward-mode derivative of this package's implementations, which have the first in
+            reverse mode alone (`torch.func.grad` and `vmap` included).
 
     Source: Dao 2023, FlashAttention-2 (arXiv 2307.08691, section 3).
     """
