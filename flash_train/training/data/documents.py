@@ -26,7 +26,9 @@ class Document:
 
     @classmethod
     def from_file(cls, path: Path) -> "Document":
-        """Read a file once for its hash; raise ValueError if it cannot be read or holds nothing."""
+        """Read a file once for its hash; raise ValueError if it cannot be read (twice) or holds nothing."""
+        if path.is_fifo() or path.is_char_device() or path.is_socket():  # to open a pipe waits for who writes to it
+            raise ValueError(f"a text source must be a file that can be read again, {path} is not; save it to a file")
         try:
             with path.open("rb") as file:
                 sha256 = hashlib.file_digest(file, "sha256").hexdigest()

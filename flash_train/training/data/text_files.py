@@ -16,9 +16,9 @@ class TextFiles(TokenData):
 
     `paths` names files or globs (`**` goes into folders), one or a list. A single file validates with its last tenth
     (training has int(0.9 n) of n tokens: nanoGPT's split); of several, whole files validate, about a tenth, chosen by
-    the hash of their content, and a NUL stands after each. `tokenizer` is "bytes" (any file) or "characters" (UTF-8
-    text; the vocabulary is the sorted set of all characters in both splits). Raises ValueError for a path that
-    matches nothing, is a folder, is empty, or cannot be read or decoded.
+    the hash of their content, and a NUL stands after each; copies of a file count once. `tokenizer` is "bytes" (any
+    file) or "characters" (UTF-8 text; the vocabulary is the sorted set of all characters in both splits). Raises
+    ValueError for a path that matches nothing, is a folder or a pipe, is empty, or cannot be read or decoded.
     """
 
     def __init__(
@@ -43,7 +43,8 @@ class TextFiles(TokenData):
         self.paths = [paths] if isinstance(paths, str) else [str(path) for path in paths]
 
     def documents(self) -> tuple[list[Document], list[Document]]:
-        documents = [Document.from_file(path) for path in find_files(self.paths)]
+        found = [Document.from_file(path) for path in find_files(self.paths)]
+        documents = list({document.sha256: document for document in found}.values())
         if len(documents) == 1:
             return documents, []
         return split_by_hash(documents, [document.sha256 for document in documents])

@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 from typing import Any
 
@@ -117,3 +118,15 @@ def test_paths_that_lead_to_no_file_are_refused_in_one_sentence(tmp_path: Path, 
         ValueError, match=r"readable, .*secret\.txt is not \(Permission denied\); check its permissions"
     ):
         text_files(path, tmp_path)
+
+
+def test_copies_of_a_file_are_one_file(tmp_path: Path):
+    once = text_files(written(tmp_path / "a.txt"), tmp_path)
+    twice = text_files([str(tmp_path / "a.txt"), written(tmp_path / "b.txt")], tmp_path)
+    assert twice.text.key == once.text.key and len(twice.text.train) == int(0.9 * len(POEM.encode()))
+
+
+def test_a_pipe_is_refused_without_waiting_for_it(tmp_path: Path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="must be a file that can be read again, .*pipe is not; save it to a file"):
+        text_files(str(tmp_path / "pipe"), tmp_path)
