@@ -77,8 +77,8 @@ class SpeedMonitor(Monitor):
 
     Args:
         warmup_steps: steps of this run, from its beginning, that do not count.
-        tokens_in_batch: tokens of one batch on one device. By default the number of elements of "inputs", or else of
-            the first integer tensor in the batch.
+        tokens_in_batch: tokens of one batch on one device. By default the number of elements of "inputs", "input_ids"
+            or "tokens", or else of the first integer tensor in the batch.
         device_peak_flops: dense FLOP/s of one device, instead of the table's.
     """
 

@@ -173,6 +173,7 @@ def test_tokens_are_found_in_any_batch() -> None:
     assert tokens_in(ids) == 15
     assert tokens_in({"labels": ids[:1], "inputs": ids}) == 15
     assert tokens_in({"weights": floats, "input_ids": ids}) == 15
+    assert tokens_in({"lengths": ids[0], "input_ids": ids}) == 15
     assert tokens_in([floats, (ids[:, :2], ids)]) == 6
     assert tokens_in({"inputs": floats, "targets": ids[:2]}) == 10
     assert tokens_in("text") == 0
