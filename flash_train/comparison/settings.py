@@ -12,6 +12,8 @@ _DECIDED_ELSEWHERE = {
     "attention.implementation": "arms",
     "data.sequence_length": "lengths",
     "trainer.max_steps": "steps",
+    "trainer.limit_val_batches": "validation_batches",
+    "validate_every": "steps",
     "resume_from": "output",
 }
 

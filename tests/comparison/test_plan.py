@@ -61,7 +61,9 @@ def test_children_get_the_users_overrides_without_those_of_the_comparison():
     assert passed_on(given) == ["recipes=demo", "model.depth=3", "+trainer.profiler=simple"]
 
 
-@pytest.mark.parametrize("override", ["attention=naive", "data.sequence_length=8", "trainer.max_steps=3"])
+@pytest.mark.parametrize(
+    "override", ["attention=naive", "data.sequence_length=8", "trainer.max_steps=3", "validate_every=2"]
+)
 def test_what_a_comparison_varies_itself_cannot_be_given(override: str):
     with pytest.raises(ValueError, match="a comparison sets"):
         passed_on([override])
