@@ -64,9 +64,17 @@ _MORE_LOOKS = (
 
 
 def memory_chart(
-    cells: Sequence[Cell], *, setting: str, device_memory: int | None, exponents: Mapping[str, float | None]
+    cells: Sequence[Cell],
+    *,
+    setting: str,
+    device_memory: int | None,
+    exponents: Mapping[str, float | None],
+    profiled: bool = False,
 ) -> Figure:
-    """Peak allocated memory against T on log axes; a cross at the device's memory where an arm ran out of it."""
+    """Peak allocated memory against T on log axes; a cross at the device's memory where an arm ran out of it.
+
+    `profiled`: the peaks are those of one profiled step, and the axis says so.
+    """
     peaks = [cell.peak_allocated_bytes for cell in cells if cell.peak_allocated_bytes]
     limit = device_memory or 2 * max(peaks, default=1)
     with _figure(f"Peak memory of training, by sequence length\n{setting}") as (figure, axes):
@@ -85,7 +93,7 @@ def memory_chart(
             axes.annotate(f"memory of the device: {human_bytes(limit)}", (0.01, limit), **where, color=_GREY)
         axes.set_yscale("log", base=2)
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: human_bytes(value, digits=0)))
-        axes.set_ylabel("peak of allocated memory")
+        axes.set_ylabel("peak of live tensors in one profiled step" if profiled else "peak of allocated memory")
         _length_axis(axes, cells)
         figure.legend(loc="outside lower center", ncols=4)
     return figure

@@ -56,13 +56,16 @@ def conduct(children: Children, console: Console) -> Comparison:
 def _train(runs: Sequence[Run], jobs: Sequence[Job], bar: Display) -> tuple[list[Row], dict[str, Any]]:
     """The rows of the runs, and the first result that says where it was made.
 
-    When every run of the shortest length fails, the rest is not tried: what is wrong is wrong with all of them.
+    When every run of the shortest length fails, or the first two of them fail alike, the rest is not tried: what is
+    wrong is wrong with all of them.
     """
     rows: list[Row] = []
     told: dict[str, Any] = {}
     remaining = Remaining()
     for index, (run, job) in enumerate(zip(runs, jobs, strict=True)):
-        if run.length > runs[0].length and all(row.status == "failed" for row in rows):
+        failed = bool(rows) and all(row.status == "failed" for row in rows)
+        alike = len(rows) > 1 and len({row.error for row in rows}) == 1
+        if failed and (alike or run.length > runs[0].length):
             break
         bar.running(str(run), left=remaining.seconds([later.length for later in runs[index:]]))
         outcome = run_job(job, tick=bar.tick)

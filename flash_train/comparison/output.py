@@ -109,6 +109,7 @@ def _draw(comparison: Comparison, children: Children, setting: str) -> None:
             setting=setting,
             device_memory=comparison.environment.get("total_memory_bytes") or _memory_of_this_machine(),
             exponents=comparison.verdict.growth_exponents,
+            profiled=any(row.memory_source == "profiler" for row in comparison.rows),
         ),
         "speed": speed_chart(comparison.cells, setting=setting),
         "loss": loss_chart(

@@ -29,6 +29,7 @@ class Row:
 
     `status`: ok; oom (ran out of memory, `error` says where); invalid (it ran, but not as the implementation that
     was asked for, `error` says why); failed (crashed, `error` says how).
+    `memory_source`: allocator (the highest of all steps), or on a CPU profiler (the live tensors of one probed step).
     """
 
     arm: str
@@ -39,6 +40,7 @@ class Row:
     error: str | None
     ran: str | None
     device: str | None
+    memory_source: str | None
     peak_allocated_bytes: int | None
     peak_reserved_bytes: int | None
     forward_peak_allocated_bytes: int | None
@@ -82,6 +84,7 @@ def row_from_result(run: Run, result: dict[str, Any], *, seconds: float, folder:
         error=invalid or error,
         ran=attention.get("ran"),
         device=device,
+        memory_source=memory.get("source"),
         peak_allocated_bytes=memory.get("peak_allocated_bytes"),
         peak_reserved_bytes=memory.get("peak_reserved_bytes"),
         forward_peak_allocated_bytes=phases.get("forward"),

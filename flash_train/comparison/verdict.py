@@ -69,6 +69,11 @@ def conclude(
     commits = sorted({row.commit for row in rows if row.commit})
     if len(commits) > 1:
         notes.append(f"The runs were made at different commits: {', '.join(commits)}.")
+    if any(row.memory_source == "profiler" for row in rows):
+        notes.append(
+            "Peaks on the CPU are of the tensors alive in one step, from the allocator's events as torch.profiler "
+            "records them; that step does not count for the speed."
+        )
     notes += _growth(exponents, micro_batch_tokens)
     return Verdict(
         sentence=unequal[0] if unequal else sentence,
