@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.utils.flop_counter import register_flop_formula, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import register_flop_formula
 
 from flash_train.ops.choice import choose_implementation
 from flash_train.ops.reference import tiled_attention, tiled_attention_backward
@@ -179,8 +179,10 @@ for _operator in (attention, attention_backward):
 
 @register_flop_formula(torch.ops.flash_train.attention)
 def _flops(q: torch.Size, k: torch.Size, v: torch.Size, *_: object, out_shape: object = None) -> int:
-    """torch's own count for SDPA: 2 B H T S (D + E), not halved when causal."""
-    return sdpa_flop_count(q, k, v)
+    """torch's own count for SDPA, 2 B H T S (D + E), not halved when causal (2.11's function refuses grouped heads)."""
+    B, H, T, D = q
+    S, E = v[2:]
+    return 2 * B * H * T * S * (D + E)
 
 
 @register_flop_formula(torch.ops.flash_train.attention_backward)
@@ -193,8 +195,10 @@ def _backward_flops(
     *_: object,
     out_shape: object = None,
 ) -> int:
-    """torch's own count: five products of the forward's size, the recomputed scores among them."""
-    return sdpa_backward_flop_count(torch.Size((*q[:3], v[3])), q, k, v)
+    """torch's own count: five products, the recomputed scores among them, three of them over D and two over E."""
+    B, H, T, D = q
+    S, E = v[2:]
+    return 2 * B * H * T * S * (3 * D + 2 * E)
 
 
 def _chosen(implementation: str, q: Tensor, k: Tensor, v: Tensor) -> str:

@@ -152,11 +152,16 @@ def test_compiled_naive_attention_stays_naive():
     assert counters["inductor"]["fuse_attention"] == 0
 
 
-def test_flops_are_counted_as_torch_counts_sdpa():
+def test_flops_are_the_definitions_and_the_recomputed_scores():
     q, k, v = float64()
-    with FlopCounterMode(display=False) as counter:
-        flash_attention(q, k, v).sum().backward()
-    assert counter.get_total_flops() == 7 * (2 * 2 * 6 * 7 * 11 * 5)  # two products forward, five backward
+    v = v[..., :3]  # another head size
+    totals = []
+    for name in ("flash", "naive"):
+        with FlopCounterMode(display=False) as counter:
+            flash_attention(q, k, v, implementation=name).sum().backward()
+        totals.append(counter.get_total_flops())
+    scores = 2 * 2 * 6 * 7 * 11 * 5
+    assert totals[0] == totals[1] + scores
 
 
 def test_a_step_down_is_logged_once_with_its_reason(caplog):
