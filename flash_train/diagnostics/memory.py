@@ -109,6 +109,8 @@ class MemoryMonitor(Monitor):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._report_rest(trainer)
+        if isinstance(self._meter, ProfilerMeter) and "forward" not in self._highest and "step" not in self._highest:
+            logger.warning("No training step's peak was measured: none ran under the profiler (see probe_step).")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         # Above all out of memory: the peak that led to it. Other ranks may be gone, so it is this rank's alone.

@@ -153,21 +153,27 @@ class ProfilerMeter:
 
     def validation_batch_begins(self, held: Callable[[], list[Any]]) -> None:
         if self._probe is None and not self._validated:
-            self._start().begin("validation", held())
-            self._measured = "validation"
+            self._validated = True  # one is enough, and one attempt
+            self._start()
+            if self._probe is not None:
+                self._measured = "validation"
+                self._probe.begin("validation", held())
 
     def validation_batch_ends(self) -> None:
         if self._measured == "validation":
-            self._validated = True
             self._finish()
 
     def validation_ends(self) -> None:
         pass
 
-    def _start(self) -> PeakProbe:
-        self._probe = PeakProbe()
-        self._probe.start()
-        return self._probe
+    def _start(self) -> None:
+        probe = PeakProbe()
+        try:
+            probe.start()
+        except RuntimeError as error:  # the user's own profiler is at work
+            logger.warning("%s", error)
+        else:
+            self._probe = probe
 
     def _finish(self) -> None:
         probe, self._probe, self._measured = self._probe, None, ""

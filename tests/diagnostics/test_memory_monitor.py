@@ -204,6 +204,15 @@ def test_a_failure_of_the_monitor_is_logged_once_and_training_goes_on(caplog: py
     ]
 
 
+def test_somebody_elses_profiler_is_left_alone_and_said_in_one_sentence(caplog: pytest.LogCaptureFixture) -> None:
+    monitor = MemoryMonitor()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True):
+        trainer(monitor, val_check_interval=2).fit(ValidatedModule(), batches(4), batches(3))
+    assert monitor.result()["peak_allocated_bytes"] is None
+    assert caplog.text.count("another one is running") == 2  # for the step and for validation
+    assert "No training step's peak was measured" in caplog.text and "Traceback" not in caplog.text
+
+
 def test_running_out_of_memory_leaves_the_peak_that_led_to_it() -> None:
     allocator = FakeAllocator()
 
