@@ -16,10 +16,13 @@ def evaluate(config: dict[str, Any], folder: Path, overrides: list[str]) -> int:
 
     quieten()
     try:
+        file = Path(config["json"]) if config["json"] else None
+        if file and (file.is_dir() or not file.parent.is_dir()):
+            raise ValueError(f"json must be a file in a folder that exists, got {config['json']!r}")
         result = measure(config)
         print_table(result)
-        if config["json"]:
-            write_json(Path(config["json"]), result)
+        if file:
+            write_json(file, result)
     except BaseException as error:
         ending = judge(error)
         if ending.surprising:

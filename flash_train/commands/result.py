@@ -27,8 +27,11 @@ _COMPUTE_DTYPES = {
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write the whole file or none of it: a reader never sees half a result."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_text(json.dumps(content, indent=2, default=str) + "\n")
-    os.replace(unfinished, path)
+    try:
+        unfinished.write_text(json.dumps(content, indent=2, default=str) + "\n")
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def describe_start(objects: Objects) -> dict[str, Any]:

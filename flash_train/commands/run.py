@@ -72,8 +72,8 @@ def run(config: Config, folder: Path, overrides: list[str]) -> int:
     went_on = header is not None and objects is not None and objects.trainer.global_step > header.step
     # What a run has measured before it was asked in vain to go on stays.
     keep = config["resume_from"] and ending.code == ExitCode.BAD_INPUT and not went_on
-    conclude(None if keep else result, folder, ending)
-    return ending.code
+    written = conclude(None if keep else result, folder, ending)
+    return ending.code if written is not False else (ending.code or ExitCode.FAILURE)
 
 
 def is_finished(header: CheckpointHeader, config: Config, folder: Path) -> bool:
@@ -110,8 +110,10 @@ def judge(error: BaseException) -> Ending:
         return Ending("oom", ExitCode.OUT_OF_MEMORY, f"out of memory ({detail}); {_LESS_MEMORY}")
     if isinstance(error, NonFiniteLoss):
         return Ending("failed", ExitCode.FAILURE, text)
-    usage_error = getattr(sys.modules.get("wandb.errors"), "UsageError", ())  # wandb: only if a logger imported it
-    if isinstance(error, (ValueError, MisconfigurationException, OSError, usage_error)):
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return Ending("failed", ExitCode.BAD_INPUT, f"cannot use {error.filename}: {error.strerror}")
+    wandb_error = getattr(sys.modules.get("wandb.errors"), "Error", ())  # wandb: only if a logger imported it
+    if isinstance(error, (ValueError, MisconfigurationException, OSError, wandb_error)):
         return Ending("failed", ExitCode.BAD_INPUT, text)
     return Ending("failed", ExitCode.FAILURE, f"{type(error).__name__}: {text}", surprising=True)
 
@@ -143,8 +145,11 @@ def _leaves(node: Any, prefix: str = "") -> list[tuple[str, Any]]:
 
 
 @rank_zero_only
-def conclude(result: dict[str, Any] | None, folder: Path, ending: Ending) -> None:
-    """Write result.json unless that of before is to stay, close wandb, and tell the person what they did not want."""
+def conclude(result: dict[str, Any] | None, folder: Path, ending: Ending) -> bool:
+    """Write result.json unless that of before is to stay, close wandb, and tell the person what they did not want.
+
+    Returns whether result.json is as it should be.
+    """
     if (wandb := sys.modules.get("wandb")) is not None:
         wandb.finish(exit_code=ending.code)
     if ending.error is not None and not ending.surprising:
@@ -153,7 +158,9 @@ def conclude(result: dict[str, Any] | None, folder: Path, ending: Ending) -> Non
         if result is not None:
             write_json(folder / "result.json", result)
     except OSError as error:
-        complain("train", f"cannot write {error.filename}: {error.strerror}")
+        complain("train", f"cannot write {folder / 'result.json'}: {error.strerror}")
+        return False
+    return True
 
 
 @rank_zero_only

@@ -38,3 +38,11 @@ def test_a_model_that_is_not_the_checkpoint_s_is_refused_in_one_line(command: Co
 def test_a_checkpoint_has_to_be_named(command: Command) -> None:
     answer = command(evaluate.main)
     assert (answer.code, answer.err) == (2, "flash-eval: checkpoint has no default; give checkpoint=...\n")
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_the_measurement(command: Command) -> None:
+    command(train.main, *SHORT)
+    for file in ("nowhere/a.json", "run"):
+        answer = command(evaluate.main, "checkpoint=run", f"json={file}")
+        assert (answer.code, answer.out) == (2, "")
+        assert answer.err == f"flash-eval: json must be a file in a folder that exists, got {file!r}\n"

@@ -74,6 +74,21 @@ def test_a_folder_that_cannot_be_written_is_named(command: Command, tmp_path: Pa
     assert answer.code == 2 and len(answer.err.splitlines()) == 1 and "config.yaml" in answer.err
 
 
+@pytest.mark.parametrize(
+    ("blocked", "code", "said"),
+    [("checkpoints", 2, "checkpoints: File exists"), ("result.json/x", 1, "result.json: Is a directory")],
+)
+def test_what_stands_in_the_way_of_a_file_is_named(
+    command: Command, tmp_path: Path, blocked: str, code: int, said: str
+) -> None:
+    (tmp_path / "run" / blocked).parent.mkdir(parents=True)
+    (tmp_path / "run" / blocked).touch()
+    answer = command(main, *SHORT)
+    (line,) = [line for line in answer.err.splitlines() if line.startswith("flash-train")]
+    assert answer.code == code and line.endswith(said) and str(tmp_path / "run") in line
+    assert not list((tmp_path / "run").glob(".*"))
+
+
 def test_the_global_batch_decides_the_accumulation(command: Command) -> None:
     trainer = {"devices": 2, "num_nodes": 1}
     data = {"batch_size": 4, "sequence_length": 32}
