@@ -67,6 +67,9 @@ def launch(task: Task, *, config_name: str, module: str, recall: tuple[str, Reca
             code = _compose_and_run(_Job(task, config_name, module, arguments, wanted))
     except KeyboardInterrupt:
         code = ExitCode.INTERRUPTED
+    except BrokenPipeError:  # whoever read our output has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = ExitCode.FAILURE
     except (ValueError, HydraException, OmegaConfBaseException, OSError, YAMLError) as error:
         if wanted == "1":
             raise
@@ -212,7 +215,7 @@ def _one_sentence(error: BaseException) -> str:
     if isinstance(error, MissingConfigException) and error.options:
         group, _, name = (error.missing_cfg_file or "").rpartition("/")
         text = f"{group} has no {name!r} (set in a recipe?); {nearest(name, error.options)}"
-    if isinstance(error, OSError) and error.strerror:
+    if isinstance(error, OSError) and error.strerror and error.filename:
         text = f"cannot write {error.filename}: {error.strerror}"
     return text.splitlines()[0]
 

@@ -108,6 +108,15 @@ for module in ("torch", "lightning", "triton", "wandb", "numpy"):
     assert "recipes: demo" in answer.stdout and "recipes=overfit_tiny" in answer.stdout
 
 
+def test_a_reader_that_stops_early_is_no_error() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "flash_train.commands.train", "--help"]
+    answer = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert answer.stderr == ""
+
+
 def test_an_override_given_when_resuming_overrules_the_earlier_ones() -> None:
     saved = [
         "model=gpt_nano",

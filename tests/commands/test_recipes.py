@@ -42,6 +42,7 @@ def test_a_recipe_has_its_header(recipe: Path) -> None:
     assert header["Run"].startswith(("flash-train ", "flash-compare "))
     for sentence in ("Shows", "Takes", "Expect"):
         assert header[sentence].endswith("."), sentence
+    assert re.search(r"\d", header["Expect"]), "an expectation is a figure"
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
