@@ -92,6 +92,9 @@ def memory_chart(
             where = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "xytext": (0, 4)}
             axes.annotate(f"memory of the device: {human_bytes(limit)}", (0.01, limit), **where, color=_GREY)
         axes.set_yscale("log", base=2)
+        heights = [*peaks, *([limit] if exhausted else [])]
+        if heights and max(heights) < 4 * min(heights):  # so that no axis goes without two labels
+            axes.set_ylim(min(heights) / 2, max(heights) * 2)
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: human_bytes(value, digits=0)))
         axes.set_ylabel("peak of live tensors in one profiled step" if profiled else "peak of allocated memory")
         _length_axis(axes, cells)

@@ -50,6 +50,13 @@ def test_out_of_memory_is_a_cross_at_the_devices_memory_on_log_axes(rows: list[R
     assert curves == {"naive, ~ T$^{1.9}$": [37], "sdpa": [37, 74], "flash": [37, 74]}
 
 
+def test_peaks_close_together_still_have_an_axis_that_can_be_read():
+    near = cells([row("naive", 37, peak=25 * MIB), row("naive", 74, peak=26 * MIB)])
+    figure = memory_chart(near, setting="a model", device_memory=CARD, exponents={})
+    low, high = figure.axes[0].get_ylim()
+    assert len([tick for tick in figure.axes[0].get_yticks() if low <= tick <= high]) >= 2
+
+
 def test_the_loss_chart_shows_each_distance_from_naive_and_the_floor(rows: list[Row]):
     losses, distances = charts(rows)["loss"].axes
     assert [line.get_label() for line in losses.lines] == ["naive", "sdpa", "flash"]
