@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from filelock import FileLock
 
 from flash_train.commands import objects
 from flash_train.commands.run import judge
@@ -62,6 +63,15 @@ def test_a_run_that_runs_out_of_memory_ends_with_code_3(
     assert judge(RuntimeError(text)).status == "oom"
 
 
+def test_two_runs_do_not_write_into_one_folder(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    with FileLock(tmp_path / "run" / ".lock"):
+        answer = command(main, *SHORT)
+    assert answer.code == 2 and answer.err.startswith(f"flash-train: another run is at work in {tmp_path / 'run'}; ")
+    assert not (tmp_path / "run" / "config.yaml").exists()
+    assert command(main, *SHORT).code == 0
+
+
 def test_what_nobody_expected_keeps_its_traceback(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(objects.LanguageModel, "training_step", lambda *_: 1 / 0)
     answer = command(main, *SHORT)
@@ -76,7 +86,11 @@ def test_a_folder_that_cannot_be_written_is_named(command: Command, tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("blocked", "code", "said"),
-    [("checkpoints", 2, "checkpoints: File exists"), ("result.json/x", 1, "result.json: Is a directory")],
+    [
+        ("checkpoints", 2, "checkpoints: File exists"),
+        (".lock/x", 2, "run: Is a directory"),
+        ("result.json/x", 1, "result.json: Is a directory"),
+    ],
 )
 def test_what_stands_in_the_way_of_a_file_is_named(
     command: Command, tmp_path: Path, blocked: str, code: int, said: str
@@ -86,7 +100,7 @@ def test_what_stands_in_the_way_of_a_file_is_named(
     answer = command(main, *SHORT)
     (line,) = [line for line in answer.err.splitlines() if line.startswith("flash-train")]
     assert answer.code == code and line.endswith(said) and str(tmp_path / "run") in line
-    assert not list((tmp_path / "run").glob(".*"))
+    assert not list((tmp_path / "run").glob(".result*"))
 
 
 def test_the_global_batch_decides_the_accumulation(command: Command) -> None:
