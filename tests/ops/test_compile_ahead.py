@@ -24,7 +24,8 @@ from flash_train.ops.kernels.tables import DIRECTIONS, Launch, lookup
 
 KERNELS = {"forward": forward_kernel, "dkdv": dkdv_kernel, "dq": dq_kernel}
 ARCHITECTURES = {"sm_80": (80, False), "sm_90": (90, True), "sm_100": (100, True)}
-# bytes of stack a thread, Triton 3.7.1; (64, 64, 4, 2) was the fastest on an H200 in spite of them
+# bytes of stack a thread, Triton 3.7.1 (another version allots registers otherwise); (64, 64, 4, 2) was the fastest on
+# an H200 in spite of them
 STACK = {
     ("sm_90", "dkdv", 128): 96,
     ("sm_90", "dkdv", 256): 160,
@@ -81,7 +82,7 @@ def test_half_precision_compiles_and_fits(architecture, direction, size):
     target, descriptor = ARCHITECTURES[architecture]
     kernel = compiled(direction, size, lookup(architecture, direction, 2, size), target, "bf16", descriptor)
     assert kernel.metadata.shared <= SHARED_BYTES[architecture]
-    if architecture != "sm_100":  # never run there: compiled only
+    if architecture != "sm_100" and triton.__version__ == "3.7.1":  # sm_100 was never run on: compiled only
         assert stack_bytes(kernel) <= STACK.get((architecture, direction, size), 0)
     if descriptor:
         assert "cp.async.bulk.tensor" in kernel.asm["ptx"], "the tiles do not travel by the copy engine"

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+import triton
 
 from flash_train.ops.attention import choose_implementation, flash_attention, flash_attention_with_lse
 from flash_train.ops.kernels import backward, forward, launch
@@ -12,6 +13,10 @@ from tests.ops.errors import Case, check, inputs, results
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
+pytestmark = pytest.mark.skipif(
+    not ON_GPU and triton.__version__.startswith("3.6."),
+    reason="Triton 3.6's interpreter reads loop bounds in a way that NumPy 2.4 refuses and 2.3 warns of",
+)
 # the interpreter's cast to bf16 truncates
 BUDGET = {torch.bfloat16: 2.0 if ON_GPU else 4.0}
 SMALL = [
