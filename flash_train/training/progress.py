@@ -35,6 +35,7 @@ class ProgressBar(RichProgressBar):
     def __init__(self, *, refresh_rate: int = 10) -> None:
         super().__init__(refresh_rate=refresh_rate)
         self._step = 0
+        self._texts: dict[str, str] = {}
 
     @property
     def total_train_batches(self) -> int | float:
@@ -47,8 +48,8 @@ class ProgressBar(RichProgressBar):
         return min(steps, epochs * math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches))
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-        """Label and text of each live number that was logged."""
-        return _texts(trainer, LIVE)
+        """Label and text of each live number, as of the last log step: Lightning asks at the end of epochs too."""
+        return dict(self._texts)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
@@ -63,8 +64,9 @@ class ProgressBar(RichProgressBar):
         if self.train_progress_bar_id is None:
             self._initialize_train_progress_bar_id()  # a run resumed inside an epoch does not begin one
         if is_log_step(trainer, self._step):
+            self._texts = _texts(trainer, LIVE)
             self._update_metrics(trainer, pl_module)
-            self._print_line(trainer)
+            self._print_line()
         self._update(self.train_progress_bar_id, self._step)
 
     def configure_columns(self, trainer: Trainer) -> list[Any]:
@@ -75,10 +77,10 @@ class ProgressBar(RichProgressBar):
     def _get_train_description(self, current_epoch: int) -> str:
         return ""  # only validation's bar needs a name
 
-    def _print_line(self, trainer: Trainer) -> None:
+    def _print_line(self) -> None:
         console = get_console()
         if not console.is_terminal:
-            texts = [f"{label} {text}" for label, text in _texts(trainer, LIVE).items()]
+            texts = [f"{label} {text}" for label, text in self._texts.items()]
             console.print(f"step {self._step}/{self.total_train_batches}", *texts, sep="  ", highlight=False)
 
 
