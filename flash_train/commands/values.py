@@ -81,6 +81,8 @@ def check_device(trainer: Mapping[str, Any]) -> None:
         raise ValueError(f"trainer.accelerator must be cpu or cuda, got {accelerator!r}")
     count_devices(trainer)
     if accelerator == "cpu":
+        if isinstance(trainer.get("devices"), list):
+            raise ValueError(f"on a CPU trainer.devices is a number of processes, got {trainer['devices']}")
         return
     seen = torch.cuda.device_count()
     if not seen:

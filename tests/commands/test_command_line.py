@@ -37,6 +37,7 @@ WRONG = {
     ("compile.mode=fast",): "compile.mode must be default, reduce-overhead, max-autotune or max-autotune-no-cudagraphs",
     ("+compile.dynamic=true",): "compile takes no 'dynamic'",
     ("trainer.devices=auto",): "trainer.devices must be a positive number or a list of device numbers, got 'auto'",
+    ("trainer.devices=[0,1]",): "on a CPU trainer.devices is a number of processes, got [0, 1]",
     ("optimizer.weight_decay=-1", *SHORT): "weight_decay cannot be -1",
     # What would be accepted and then overruled by what other keys say.
     (
