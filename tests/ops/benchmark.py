@@ -56,11 +56,9 @@ def main() -> None:
         for _ in range(3):
             for key, call in timed.items():
                 rounds[key].append(do_bench(call, warmup=5, rep=25, return_mode="median"))
-        flops = 4 * B * H * T * T * D / (2 if causal else 1) / 1e9
-        speeds = [
-            f"{name} {flops / median(rounds[name, 'forward']):.0f} / {2.5 * flops / median(rounds[name, 'backward']):.0f}"
-            for name in NAMES
-        ]
+        flops = 4 * B * H * T * T * D / (2 if causal else 1)
+        tera = {key: flops * (2.5 if key[1] == "backward" else 1) / median(ms) / 1e9 for key, ms in rounds.items()}
+        speeds = [f"{name} {tera[name, 'forward']:.0f} / {tera[name, 'backward']:.0f}" for name in NAMES]
         print(f"B{B} H{H} T{T} D{D} {'causal' if causal else 'full'}:", ",  ".join(speeds), flush=True)
 
 
