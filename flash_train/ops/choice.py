@@ -49,14 +49,19 @@ def choose_implementation(implementation: str, q: Tensor, k: Tensor, v: Tensor) 
     if obstacle is None:
         return Choice("triton", None)
     if implementation == "triton":
-        raise ValueError(f"implementation='triton': {obstacle}; implementation='flash' takes the tiled path there")
+        interpreter = (
+            " (TRITON_INTERPRET=1 interprets them on a CPU)" if q.device.type == "cpu" and not interpreting() else ""
+        )
+        raise ValueError(
+            f"implementation='triton': {obstacle}{interpreter}; implementation='flash' takes the tiled path there"
+        )
     return Choice("tiled", obstacle)
 
 
 def _triton_obstacle(q: Tensor, v: Tensor, *, asked_by_name: bool) -> str | None:
     """Why the Triton kernels do not take these tensors, or None if they do."""
     if q.device.type != "cuda" and not (q.device.type == "cpu" and asked_by_name and interpreting()):
-        return f"the Triton kernels run on a GPU, not on {q.device.type} (there in TRITON_INTERPRET=1 alone, by name)"
+        return f"the Triton kernels run on a GPU, and these tensors are on {q.device.type}"
     if not triton_installed():
         return "Triton is not installed"
     capability = _nvidia_capability(q.device)
