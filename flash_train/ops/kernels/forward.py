@@ -10,12 +10,12 @@ from flash_train.ops.kernels.tables import Launch
 from flash_train.ops.kernels.tiles import (
     LN_2,
     LOG2_E,
+    keys_of,
     load_tile,
-    locate,
+    locate_queries,
     multiply,
     multiply_add,
     store_tile,
-    visible_keys,
 )
 
 
@@ -49,15 +49,8 @@ def forward_kernel(q, k, v, output, lse, q_strides, k_strides, v_strides, output
                    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, CAUSAL: tl.constexpr, DESCRIPTOR: tl.constexpr,
                    PRECISION: tl.constexpr, UPCAST: tl.constexpr, HEADS_TOGETHER: tl.constexpr):  # fmt: skip
     """One program: BLOCK_T queries of one head against all keys that they see."""
-    block, head = locate(tl.cdiv(T, BLOCK_T), heads, CAUSAL, HEADS_TOGETHER)
-    b = head // H
-    h = head - b * H
-    g = h // (H // G)
-    first = block * BLOCK_T
-    rows = first + tl.arange(0, BLOCK_T)
-    n = visible_keys(rows, T, S, CAUSAL)
-    full = visible_keys(first, T, S, CAUSAL) // BLOCK_S * BLOCK_S
-    end = visible_keys(tl.minimum(first + BLOCK_T, T) - 1, T, S, CAUSAL)
+    b, h, g, head, first, rows = locate_queries(heads, H, G, T, BLOCK_T, CAUSAL, HEADS_TOGETHER)
+    n, full, end = keys_of(rows, first, T, S, BLOCK_T, BLOCK_S, CAUSAL)
     scale_log2 = scale * LOG2_E
 
     q_tile = load_tile(q, q_strides, b, h, first, T, D, BLOCK_T, BLOCK_D, DESCRIPTOR)  # [BLOCK_T, BLOCK_D]

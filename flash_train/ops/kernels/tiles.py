@@ -36,6 +36,25 @@ def visible_keys(rows, T, S, CAUSAL: tl.constexpr):
 
 
 @triton.jit
+def locate_queries(heads, H, G, T, BLOCK_T: tl.constexpr, CAUSAL: tl.constexpr, HEADS_TOGETHER: tl.constexpr):
+    """(b, h, g, b H + h, first row, rows [BLOCK_T]) of a program that holds queries of one head."""
+    block, head = locate(tl.cdiv(T, BLOCK_T), heads, CAUSAL, HEADS_TOGETHER)
+    b = head // H
+    h = head - b * H
+    first = block * BLOCK_T
+    return b, h, h // (H // G), head, first, first + tl.arange(0, BLOCK_T)
+
+
+@triton.jit
+def keys_of(rows, first, T, S, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, CAUSAL: tl.constexpr):
+    """(n [BLOCK_T], full, end): what each row sees; keys before `full` all rows see, keys from `end` on none does."""
+    n = visible_keys(rows, T, S, CAUSAL)
+    full = visible_keys(first, T, S, CAUSAL) // BLOCK_S * BLOCK_S
+    end = visible_keys(tl.minimum(first + BLOCK_T, T) - 1, T, S, CAUSAL)
+    return n, full, end
+
+
+@triton.jit
 def tile_pointers(x, strides, b, h, start, length, SIZE: tl.constexpr, BLOCK: tl.constexpr,
                   BLOCK_SIZE: tl.constexpr):  # fmt: skip
     """([BLOCK, BLOCK_SIZE] addresses of rows start to start + BLOCK of head (b, h), which of them exist)."""
