@@ -6,12 +6,14 @@ five, and the same bits on every run. The heads of a group are a loop inside the
 expanded.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from flash_train.ops.kernels.launch import block_size, choose_launch, describe, empty, matmul_precision, near_rows, run
+from flash_train.ops.kernels.launch import block_size, choose_launch, describe, empty, near_rows, run, tile_constants
 from flash_train.ops.kernels.tables import Launch
 from flash_train.ops.kernels.tiles import (
     LOG2_E,
@@ -25,11 +27,14 @@ from flash_train.ops.kernels.tiles import (
     visible_keys,
 )
 
+DELTA_ROWS = 64
+"""Rows of a program of `delta_kernel`, which reads each element once."""
+
 
 @triton.jit(do_not_specialize=["H", "T"])
 def delta_kernel(grad_output, output, grad_lse, delta, do_strides, o_strides, dl_strides, H, T,
-                 E: tl.constexpr, BLOCK_E: tl.constexpr, HAS_GRAD_LSE: tl.constexpr, BLOCK_T: tl.constexpr,
-                 BLOCK_S: tl.constexpr, UPCAST: tl.constexpr, HEADS_TOGETHER: tl.constexpr):  # fmt: skip
+                 E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
+                 HAS_GRAD_LSE: tl.constexpr):  # fmt: skip
     """delta = rowsum(dO * O) - dL, [B, H, T] fp32: one program, BLOCK_T rows of one head."""
     blocks = tl.cdiv(T, BLOCK_T)
     head = tl.program_id(0) // blocks
@@ -178,33 +183,26 @@ def attention_backward(
     q, k, v, grad_output = near_rows(q), near_rows(k), near_rows(v), near_rows(grad_output)
     B, H, T, D = q.shape
     G, S, E = v.shape[1:]
-    block_d, block_e = block_size(D), block_size(E)
     delta = empty(q, B, H, T, dtype=torch.float32)
     dl = lse if grad_lse is None else grad_lse
     run(
-        delta_kernel, triton.cdiv(T, 64) * B * H,
+        delta_kernel, triton.cdiv(T, DELTA_ROWS) * B * H,
         grad_output, output, dl, delta, grad_output.stride(), output.stride(), dl.stride(), H, T,
-        launch=Launch(64, 64, 4, 1), E=E, BLOCK_E=block_e, HAS_GRAD_LSE=grad_lse is not None,
+        E=E, BLOCK_T=DELTA_ROWS, BLOCK_E=block_size(E), HAS_GRAD_LSE=grad_lse is not None, num_warps=4,
     )  # fmt: skip
     dq, dk, dv = (empty(x, *x.shape) for x in (q, k, v))
-    strides = q.stride(), k.stride(), v.stride(), grad_output.stride()
-    shape = dict(D=D, E=E, BLOCK_D=block_d, BLOCK_E=block_e, CAUSAL=causal)
-    precision = matmul_precision(q.dtype, q.device)
 
-    launch = choose_launch("dkdv", q, v, launches[0])
-    t, s = launch.block_t, launch.block_s
-    inputs, descriptor = describe([q, k, v, grad_output], [(t, block_d), (s, block_d), (s, block_e), (t, block_e)])
-    run(
-        dkdv_kernel, triton.cdiv(S, s) * B * G,
-        *inputs, lse, delta, dk, dv, *strides, dk.stride(), dv.stride(), B * G, H, G, T, S, scale,
-        launch=launch, **shape, DESCRIPTOR=descriptor, PRECISION=precision,
-    )  # fmt: skip
-    launch = choose_launch("dq", q, v, launches[1])
-    t, s = launch.block_t, launch.block_s
-    inputs, descriptor = describe([q, k, v, grad_output], [(t, block_d), (s, block_d), (s, block_e), (t, block_e)])
-    run(
-        dq_kernel, triton.cdiv(T, t) * B * H,
-        *inputs, lse, delta, dq, *strides, dq.stride(), B * H, H, G, T, S, scale,
-        launch=launch, **shape, DESCRIPTOR=descriptor, PRECISION=precision,
-    )  # fmt: skip
+    def start(kernel: Any, direction: str, override: Launch | None, outputs: tuple[Tensor, ...], heads: int) -> None:
+        launch = choose_launch(direction, q, v, override)
+        t, s, d, e = launch.block_t, launch.block_s, block_size(D), block_size(E)
+        inputs, descriptor = describe([q, k, v, grad_output], [(t, d), (s, d), (s, e), (t, e)])
+        run(
+            kernel, (triton.cdiv(S, s) if direction == "dkdv" else triton.cdiv(T, t)) * heads,
+            *inputs, lse, delta, *outputs, q.stride(), k.stride(), v.stride(), grad_output.stride(),
+            *(x.stride() for x in outputs), heads, H, G, T, S, scale,
+            **tile_constants(q, v, launch, causal=causal, descriptor=descriptor),
+        )  # fmt: skip
+
+    start(dkdv_kernel, "dkdv", launches[0], (dk, dv), B * G)
+    start(dq_kernel, "dq", launches[1], (dq,), B * H)
     return dq, dk, dv

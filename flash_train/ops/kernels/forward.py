@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flash_train.ops.kernels.launch import block_size, choose_launch, describe, empty, matmul_precision, near_rows, run
+from flash_train.ops.kernels.launch import block_size, choose_launch, describe, empty, near_rows, run, tile_constants
 from flash_train.ops.kernels.tables import Launch
 from flash_train.ops.kernels.tiles import (
     LN_2,
@@ -79,13 +79,11 @@ def attention_forward(
     output = empty(q, B, T, H, E).transpose(1, 2)
     lse = empty(q, B, H, T, dtype=torch.float32)
     launch = choose_launch("forward", q, v, launch)
-    block_d, block_e = block_size(D), block_size(E)
-    blocks = [(launch.block_t, block_d), (launch.block_s, block_d), (launch.block_s, block_e)]
-    inputs, descriptor = describe([q, k, v], blocks)
+    t, s = launch.block_t, launch.block_s
+    inputs, descriptor = describe([q, k, v], [(t, block_size(D)), (s, block_size(D)), (s, block_size(E))])
     run(
-        forward_kernel, triton.cdiv(T, launch.block_t) * B * H,
+        forward_kernel, triton.cdiv(T, t) * B * H,
         *inputs, output, lse, q.stride(), k.stride(), v.stride(), output.stride(), B * H, H, G, T, S, scale,
-        launch=launch, D=D, E=E, BLOCK_D=block_d, BLOCK_E=block_e, CAUSAL=causal, DESCRIPTOR=descriptor,
-        PRECISION=matmul_precision(q.dtype, q.device),
+        **tile_constants(q, v, launch, causal=causal, descriptor=descriptor),
     )  # fmt: skip
     return output, lse

@@ -91,19 +91,29 @@ def _aligned(x: Tensor) -> bool:
     )
 
 
-def run(kernel: Any, programs: int, *args: Any, launch: Launch, **constants: Any) -> None:
+def tile_constants(q: Tensor, v: Tensor, launch: Launch, *, causal: bool, descriptor: bool) -> dict[str, Any]:
+    """What every kernel that walks over tiles is compiled for."""
+    return dict(
+        D=q.shape[-1],
+        E=v.shape[-1],
+        BLOCK_T=launch.block_t,
+        BLOCK_S=launch.block_s,
+        BLOCK_D=block_size(q.shape[-1]),
+        BLOCK_E=block_size(v.shape[-1]),
+        CAUSAL=causal,
+        DESCRIPTOR=descriptor,
+        PRECISION=matmul_precision(q.dtype, q.device),
+        UPCAST=interpreting(),
+        HEADS_TOGETHER=HEADS_TOGETHER,
+        num_warps=launch.warps,
+        num_stages=launch.stages,
+    )
+
+
+def run(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
     """Start `programs` programs on the device of the first tensor among the arguments, not on the current one."""
     device = next(x.device for x in args if isinstance(x, Tensor))
     guard = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
     with guard:
-        kernel[(programs,)](
-            *args,
-            **constants,
-            BLOCK_T=launch.block_t,
-            BLOCK_S=launch.block_s,
-            UPCAST=interpreting(),
-            HEADS_TOGETHER=HEADS_TOGETHER,
-            num_warps=launch.warps,
-            num_stages=launch.stages,
-            enable_fp_fusion=True,  # the default becomes off in Triton 3.10
-        )
+        # the default of enable_fp_fusion becomes off in Triton 3.10
+        kernel[(programs,)](*args, **constants, enable_fp_fusion=True)
