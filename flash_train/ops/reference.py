@@ -68,12 +68,12 @@ def visible_keys(queries: int, keys: int, *, causal: bool, device: torch.device 
     return n.clamp(0, keys) if causal else torch.full_like(n, keys)
 
 
-def scores(q: Tensor, k: Tensor, *, causal: bool, scale: float, reverse_keys: bool = False) -> Tensor:
+def scores(q: Tensor, k: Tensor, *, causal: bool, scale: float | None, reverse_keys: bool = False) -> Tensor:
     """[B, H, T, S]: scale q k^T, minus infinity where the query does not see the key.
 
     With `reverse_keys`, `k` comes in reverse order, and so do the columns.
     """
-    s = (q @ _repeat_heads(k, q).transpose(-2, -1)) * scale
+    s = (q @ _repeat_heads(k, q).transpose(-2, -1)) * (default_scale(q) if scale is None else scale)
     if not causal:
         return s
     n = visible_keys(q.shape[-2], k.shape[-2], causal=causal, device=q.device)
@@ -92,7 +92,6 @@ def naive_attention(
     """
     if reverse_keys:
         k, v = k.flip(-2), v.flip(-2)
-    scale = default_scale(q) if scale is None else scale
     s = scores(q, k, causal=causal, scale=scale, reverse_keys=reverse_keys)
     p = torch.softmax(s, dim=-1)  # in fp32 under CUDA autocast
     if causal and q.shape[-2] > k.shape[-2]:  # the first T - S rows see nothing, and softmax makes NaN of them
@@ -112,7 +111,7 @@ def safe_attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """Rung 2: (output [B, H, T, E], L [B, H, T]), by way of the whole T x S matrix."""
-    p, lse = safe_softmax(scores(q, k, causal=causal, scale=default_scale(q) if scale is None else scale))
+    p, lse = safe_softmax(scores(q, k, causal=causal, scale=scale))
     return p @ _repeat_heads(v, q), lse
 
 
@@ -120,11 +119,9 @@ def online_attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None, segment: int = 64
 ) -> tuple[Tensor, Tensor]:
     """Rung 3: as rung 2, but the softmax and the product with v are put together from segments of the keys."""
-    s = scores(q, k, causal=causal, scale=default_scale(q) if scale is None else scale)
+    s = scores(q, k, causal=causal, scale=scale)
     v = _repeat_heads(v, q)
-    state = State(
-        s.new_full(s.shape[:-1], -math.inf), s.new_zeros(s.shape[:-1]), s.new_zeros(*s.shape[:-1], v.shape[-1])
-    )
+    state = _empty_state(s, v.shape[-1])
     for s_part, v_part in zip(s.split(segment, dim=-1), v.split(segment, dim=-2), strict=True):
         p, lse = safe_softmax(s_part)
         state = merge(state, State(lse, (lse > -math.inf).to(p.dtype), p @ v_part))
@@ -253,9 +250,10 @@ def _mask_tile(s: Tensor, n: Tensor, columns: slice) -> None:
     s.unflatten(1, (-1, n.shape[0])).masked_fill_(hidden.to(s.device), -math.inf)
 
 
-def _empty_state(q: Tensor, E: int) -> State:
-    shape = q.shape[:-1]
-    return State(q.new_full(shape, -math.inf), q.new_zeros(shape), q.new_zeros(*shape, E))
+def _empty_state(rows: Tensor, E: int) -> State:
+    """Of rows [..., any] that have seen no key."""
+    shape = rows.shape[:-1]
+    return State(rows.new_full(shape, -math.inf), rows.new_zeros(shape), rows.new_zeros(*shape, E))
 
 
 def _fold(state: State, s: Tensor, v: Tensor) -> None:
