@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+from flash_train.commands.claim import alone_in
 from flash_train.commands.hydra_app import ExitCode, launch
 from flash_train.config import group_options
 
@@ -23,7 +24,6 @@ def compare(config: dict[str, Any], folder: Path, overrides: list[str]) -> int:
     from flash_train.comparison.children import Children
     from flash_train.comparison.conduct import conduct
     from flash_train.comparison.output import print_summary, write_files
-    from flash_train.comparison.runner import alone_in
     from flash_train.comparison.settings import passed_on, read_settings
     from flash_train.comparison.wandb_report import try_to_log, why_unusable
 
@@ -41,7 +41,7 @@ def compare(config: dict[str, Any], folder: Path, overrides: list[str]) -> int:
     )
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        with alone_in(folder):
+        with alone_in(folder, what="comparison", key="output"):
             comparison = conduct(children, console)
             files = write_files(comparison, children, command=["flash-compare", *overrides])
             if children.wandb:
@@ -59,7 +59,7 @@ def compare(config: dict[str, Any], folder: Path, overrides: list[str]) -> int:
 
 def _again(overrides: list[str], folder: Path) -> str:
     """The command that continues the comparison in `folder`."""
-    from flash_train.comparison.children import quoted
+    from flash_train.comparison.text import quoted
 
     plain = re.fullmatch(r"[A-Za-z0-9_./-]+", str(folder))  # all else needs quotes in Hydra's grammar, too
     given = [override for override in overrides if not override.startswith("output=")]

@@ -27,6 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from flash_train.commands.overrides import check_groups, check_keys, merge, nearest, parse
+from flash_train.comparison.text import quoted
 from flash_train.config import config_root, group_options, register
 
 Task = Callable[[dict[str, Any], Path, list[str]], int]
@@ -224,7 +225,7 @@ def _run_child(module: str, arguments: argparse.Namespace, folder: Path, overrid
     """Run one job of a sweep in a process of its own, so that it starts from clean memory counters."""
     own = ("hydra.mode", "hydra.run", "hydra.sweep", "hydra.launcher", "hydra/launcher", "hydra/sweeper")
     kept = [str(text) for text in HydraConfig.get().overrides.hydra if not str(text).lstrip("+~").startswith(own)]
-    command = [sys.executable, "-m", module, *overrides, *kept, f"hydra.run.dir={_quoted(str(folder))}"]
+    command = [sys.executable, "-m", module, *overrides, *kept, f"hydra.run.dir={quoted(folder)}"]
     if arguments.config_dir:
         command += ["--config-dir", arguments.config_dir]
     child = subprocess.Popen(command)
@@ -241,11 +242,6 @@ def _run_child(module: str, arguments: argparse.Namespace, folder: Path, overrid
         raise
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _quoted(text: str) -> str:
-    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{escaped}'"
 
 
 def _report(jobs: Sequence[tuple[str, int]]) -> int:

@@ -1,43 +1,23 @@
 """`flash-train`: train a GPT as the configuration says. Everything is an override: `flash-train recipes=demo`."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
+from flash_train.commands.claim import alone_in
 from flash_train.commands.hydra_app import launch
 
 MODULE = "flash_train.commands.train"
 
 
 def train(config: dict[str, Any], folder: Path, overrides: list[str]) -> int:
-    from flash_train.commands.run import run  # torch and lightning only once there is something to train
+    from lightning.pytorch.utilities import rank_zero_only  # torch and lightning only once there is something to train
 
-    with _alone_in(folder):
+    from flash_train.commands.run import run
+
+    if getattr(rank_zero_only, "rank", 0):  # another rank is no second run
         return run(config, folder, overrides)
-
-
-@contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """Keep a second run, whose checkpoints would be taken for ours, out of `folder`; other ranks are no second run.
-
-    Raises ValueError if one is at work there. The claim ends with the process, however it ends.
-    """
-    from lightning.pytorch.utilities import rank_zero_only
-
-    if getattr(rank_zero_only, "rank", 0):
-        yield
-        return
-    try:
-        lock = FileLock(folder / ".lock").acquire(blocking=False)
-    except Timeout as error:
-        raise ValueError(f"another run is at work in {folder}; wait for it, or give another hydra.run.dir=") from error
-    except OSError as error:
-        raise ValueError(f"cannot write in {folder}: {error.strerror}") from error
-    with lock:
-        yield
+    with alone_in(folder, what="run", key="hydra.run.dir"):
+        return run(config, folder, overrides)
 
 
 def earlier_overrides(resume_from: str) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any
 from flash_train.comparison.plan import REFERENCE, Run, check_batch_tokens, rows_per_micro_batch
 from flash_train.comparison.runner import Job
 from flash_train.comparison.settings import Settings
+from flash_train.comparison.text import quoted
 
 TRAIN = "flash_train.commands.train"
 GRADIENTS = "flash_train.commands.compare_gradients"
@@ -111,9 +112,3 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return installed
-
-
-def quoted(value: object) -> str:
-    """`value` as a quoted string of Hydra's override grammar, so that it may hold blanks, commas or '='."""
-    text = str(value).replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{text}'"

@@ -1,8 +1,6 @@
 """Children as processes: started, watched, killed with their parent, and not run again once they have finished."""
 
-import contextlib
 import ctypes
-import fcntl
 import json
 import os
 import shutil
@@ -10,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,22 +36,6 @@ class Outcome:
     result: dict[str, Any]
     reused: bool
     seconds: float
-
-
-@contextlib.contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
-    """Keep every other comparison out of `folder`, whose runs it would delete and start again under our feet.
-
-    Raises ValueError if one is at work there. The kernel ends the claim with the process, however it ends.
-    """
-    with (folder / ".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ValueError(
-                f"another comparison is at work in {folder}; wait for it or give another output="
-            ) from error
-        yield
 
 
 def run_job(job: Job, *, tick: Callable[[], None]) -> Outcome:

@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Numbers as people read them, and strings as Hydra does."""
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -34,3 +34,9 @@ def human_ratio(ratio: float) -> str:
     if ratio < 0.95:
         return f"{ratio:.2g}x"
     return f"{ratio:.1f}x" if ratio < 9.95 else f"{ratio:.0f}x"
+
+
+def quoted(value: object) -> str:
+    """`value` as a quoted string of Hydra's override grammar, so that it may hold blanks, commas or '='."""
+    text = str(value).replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{text}'"

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from flash_train.commands import compare
+from flash_train.commands.claim import alone_in
 from flash_train.comparison import children, wandb_report
-from flash_train.comparison.runner import alone_in
 from tests.comparison.wandb_offline import OfflineRun, read_offline_run
 
 ROOT = Path(__file__).parents[2]
@@ -175,7 +175,7 @@ def test_a_disk_that_cannot_be_written_is_one_sentence_and_the_way_on(
 
 def test_a_second_comparison_in_the_same_folder_is_refused(flash_compare: Command, tmp_path: Path, capsys: Any):
     (tmp_path / "out").mkdir()
-    with alone_in(tmp_path / "out"):
+    with alone_in(tmp_path / "out", what="comparison", key="output"):
         assert flash_compare(*SMALL, "output=out") == 2
     assert "another comparison is at work in" in capsys.readouterr().err
     assert flash_compare(*SMALL, "lengths=[37]", "output=out") == 0
