@@ -6,6 +6,7 @@ A command resumes in three lines:
     trainer.fit(module, datamodule, ckpt_path=path, weights_only=True)
 """
 
+import functools
 import pickle
 import zipfile
 from dataclasses import dataclass
@@ -47,11 +48,11 @@ def find_checkpoint(path: str | Path) -> Path:
         path = files[0]
     elif not path.is_file():
         raise ValueError(f"{path} does not exist: give the folder of a run, or one of the .ckpt files in it.")
-    damage = _damage(path)
+    damage = _damage(path, _age(path))
     if damage is None:
         return path
     earlier = [file for file in checkpoint_files(path.parent) if _age(file) < _age(path)]
-    sound = next((file for file in earlier if _damage(file) is None), None)
+    sound = next((file for file in earlier if _damage(file, _age(file)) is None), None)
     offer = f"Resume from the one before it: {sound}" if sound else "There is no sound one before it: start again."
     raise ValueError(f"The checkpoint {path} is damaged ({damage}). {offer}")
 
@@ -96,8 +97,9 @@ def _age(file: Path) -> tuple[int, str]:
     return file.stat().st_mtime_ns, file.name
 
 
-def _damage(path: Path) -> str | None:
-    """In a few words what is wrong with the file, None if nothing is."""
+@functools.cache  # a command asks twice: for the overrides, and for the run
+def _damage(path: Path, age: tuple[int, str]) -> str | None:
+    """In a few words what is wrong with the file as it was written then, None if nothing is."""
     try:
         with zipfile.ZipFile(path) as archive:  # torch.load would not notice a changed byte of a tensor
             broken = archive.testzip()
