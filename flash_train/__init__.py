@@ -11,27 +11,44 @@ if TYPE_CHECKING:
     from flash_train.diagnostics.speed import SpeedMonitor
     from flash_train.models.gpt import GPT
     from flash_train.modules.attention import SelfAttention
-    from flash_train.ops.attention import choose_implementation, flash_attention, flash_attention_with_lse
+    from flash_train.ops.attention import (
+        choose_implementation,
+        flash_attention,
+        flash_attention_packed,
+        flash_attention_with_lse,
+    )
+    from flash_train.ops.features import Documents, Mask, Score
+    from flash_train.ops.partials import merge
 
 __version__ = "0.1.0"
 __all__ = [
+    "Documents",
     "GPT",
+    "Mask",
     "MemoryMonitor",
+    "Score",
     "SelfAttention",
     "SpeedMonitor",
     "choose_implementation",
     "flash_attention",
+    "flash_attention_packed",
     "flash_attention_with_lse",
+    "merge",
 ]
 
 _MODULES = {
+    "Documents": "ops.features",
     "GPT": "models.gpt",
+    "Mask": "ops.features",
     "MemoryMonitor": "diagnostics.memory",
+    "Score": "ops.features",
     "SelfAttention": "modules.attention",
     "SpeedMonitor": "diagnostics.speed",
     "choose_implementation": "ops.attention",
     "flash_attention": "ops.attention",
+    "flash_attention_packed": "ops.attention",
     "flash_attention_with_lse": "ops.attention",
+    "merge": "ops.partials",
 }
 
 

@@ -7,11 +7,22 @@ from torch import Tensor
 
 from flash_train.ops import library
 from flash_train.ops.choice import IMPLEMENTATIONS, Choice, choose_implementation
+from flash_train.ops.features import NO_MASK, NO_SCORE, Documents, Mask, Score, Terms, flatten
 from flash_train.ops.reference import default_scale, naive_attention, safe_attention
 from flash_train.ops.sdpa import sdpa_attention
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-__all__ = ["IMPLEMENTATIONS", "Choice", "choose_implementation", "flash_attention", "flash_attention_with_lse"]
+__all__ = [
+    "IMPLEMENTATIONS",
+    "Choice",
+    "Documents",
+    "Mask",
+    "Score",
+    "choose_implementation",
+    "flash_attention",
+    "flash_attention_packed",
+    "flash_attention_with_lse",
+]
 
 
 def flash_attention(
@@ -20,46 +31,57 @@ def flash_attention(
     v: Tensor,
     *,
     causal: bool = False,
+    mask: Mask | None = None,
+    score: Score | None = None,
     scale: float | None = None,
+    dropout: float = 0.0,
+    deterministic: bool | None = None,
     implementation: str = "flash",
 ) -> Tensor:
     """softmax(scale q k^T) v, exact, without the T x S matrix.
 
     Args:
         q: queries [B, H, T, D], of any strides: a [B, T, H, D] projection is passed as `.transpose(1, 2)`, uncopied.
+            D is 1 to 256 in the Triton kernels; B, T and S may be 0.
         k: keys [B, G, S, D], H a multiple of G; query head h reads key head h // (H / G).
         v: values [B, G, S, E]. All three are fp16, bf16, fp32 or float64 alike; under autocast they are cast to its
             dtype first, and may differ before.
-        causal: query t sees key s only if s <= t + S - T: the last query is aligned with the last key. A query that
-            sees nothing gives output 0, log-sum-exp minus infinity and gradient 0.
+        causal: `Mask(causal=True)`: query t sees key s only if s <= t + S - T, the last query being aligned with the
+            last key. A query that sees nothing gives output 0, log-sum-exp minus infinity and gradient 0.
+        mask: `Mask`: causal, sliding windows, packed documents, any boolean mask. It has its own `causal`.
+        score: `Score`: soft cap, ALiBi, an additive bias with its gradient, attention sinks.
         scale: a positive factor on the scores; 1 / sqrt(D) if None.
+        dropout: the probability with which a softmax probability is dropped, in [0, 1). Torch's generator of q's
+            device draws one number a call; which elements are dropped is a function of it, the batch row or document,
+            the head and the positions in the document alone.
+        deterministic: whether every run gives the same bits in the backward, too; None is torch's own switch. No
+            faster order of summation exists here yet: the kernels sum in a fixed order, with or without it.
         implementation: one of `IMPLEMENTATIONS`. "flash" is this package's: the Triton kernels on a GPU, else the
             tiled path, each step down logged once with its reason; "triton" and "tiled" ask for one of them. "sdpa"
             is `torch.nn.functional.scaled_dot_product_attention` pinned to its flash back end ("sdpa_cudnn",
-            "sdpa_efficient", "sdpa_math" to another), "naive" is the definition with all its memory, and
-            "naive_reversed" the same with the keys visited from last to first. `choose_implementation` tells what
-            runs.
+            "sdpa_efficient", "sdpa_math" to another), which knows few of the features and refuses the others. "naive"
+            is the definition with all its memory, and "naive_reversed" the same with the keys visited from last to
+            first. `choose_implementation` tells what runs.
 
     Returns:
         The output [B, H, T, E] in the inputs' dtype, stored as [B, T, H, E] by this package's implementations, so that
         `.transpose(1, 2).reshape(B, T, H * E)` is a view.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit together, a scale that is not positive, or an
-            implementation that does not take these tensors.
-        RuntimeError: a second or a forward-mode derivative of this package's implementations, which have the first in
-            reverse mode alone (`torch.func.grad` and `vmap` included).
+        ValueError: shapes, dtypes or devices that do not fit together, numbers out of their range, or an
+            implementation that does not take what is asked.
+        RuntimeError: a third or a forward-mode derivative of this package's implementations, which have the first (in
+            reverse mode, `torch.func.grad` and `vmap` included) and the second.
 
-    Source: Dao 2023, FlashAttention-2 (arXiv 2307.08691, section 3).
+    Source: Dao 2023, FlashAttention-2 (arXiv 2307.08691, section 3); for the features see `reference.py`.
     """
     q, k, v = _autocast(q, k, v)
-    scale = _check(q, k, v, scale, implementation)
+    terms = _terms(q, k, v, causal, mask, score, scale, dropout, deterministic, None, implementation)
     if implementation == "naive" or implementation == "naive_reversed":
-        reverse_keys = implementation == "naive_reversed"
-        return naive_attention(q, k, v, causal=causal, scale=scale, reverse_keys=reverse_keys)
+        return naive_attention(q, k, v, terms, reverse_keys=implementation == "naive_reversed")
     if implementation.startswith("sdpa"):
-        return sdpa_attention(q, k, v, causal=causal, scale=scale, implementation=implementation)
-    return library.attend(q, k, v, causal, scale, implementation)[0]
+        return sdpa_attention(q, k, v, terms)
+    return library.attend(q, k, v, terms)[0]
 
 
 def flash_attention_with_lse(
@@ -68,33 +90,136 @@ def flash_attention_with_lse(
     v: Tensor,
     *,
     causal: bool = False,
+    mask: Mask | None = None,
+    score: Score | None = None,
     scale: float | None = None,
+    dropout: float = 0.0,
+    deterministic: bool | None = None,
+    output_dtype: torch.dtype | None = None,
     implementation: str = "flash",
 ) -> tuple[Tensor, Tensor]:
-    """As `flash_attention`, and the log-sum-exp of each row's scaled scores.
+    """As `flash_attention`, and the log-sum-exp of each row's scores: the log of the softmax's denominator.
+
+    Args:
+        output_dtype: the output's, if not the inputs': `torch.float32` keeps partial results from being rounded before
+            `merge` puts them together.
 
     Returns:
-        (output [B, H, T, E], log-sum-exp [B, H, T]): natural logarithm, fp32 (float64 for float64 inputs). Both carry
-        gradients.
+        (output [B, H, T, E], log-sum-exp [B, H, T]): natural logarithm, fp32 (float64 for float64 inputs), a sink
+        counted in, dropout not. Both carry gradients.
 
     Raises:
         ValueError: as `flash_attention`, and for the implementations that return no log-sum-exp ("sdpa...",
             "naive_reversed").
     """
     q, k, v = _autocast(q, k, v)
-    scale = _check(q, k, v, scale, implementation)
+    terms = _terms(q, k, v, causal, mask, score, scale, dropout, deterministic, output_dtype, implementation)
     if implementation == "naive":
-        output, lse = safe_attention(q, k, v, causal=causal, scale=scale)
-        return output, lse.to(torch.promote_types(lse.dtype, torch.float32))
+        output, lse = safe_attention(q, k, v, terms)
+        return output.to(output_dtype or q.dtype), lse.to(torch.promote_types(lse.dtype, torch.float32))
     if implementation not in ("flash", "triton", "tiled"):
         raise ValueError(
             f"implementation={implementation!r} returns no log-sum-exp; use 'flash', 'triton', 'tiled' or 'naive'"
         )
-    return library.attend(q, k, v, causal, scale, implementation)
+    return library.attend(q, k, v, terms)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, scale: float | None, implementation: str) -> float:
-    """The scale to use; a ValueError for what no implementation takes."""
+def flash_attention_packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    causal: bool = False,
+    mask: Mask | None = None,
+    score: Score | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    deterministic: bool | None = None,
+    output_dtype: torch.dtype | None = None,
+    implementation: str = "flash",
+) -> tuple[Tensor, Tensor]:
+    """`flash_attention_with_lse` of documents of different lengths that lie one behind the other, without padding.
+
+    Args:
+        q: [total_q, H, D]: document n has the queries cu_seqlens_q[n] to cu_seqlens_q[n + 1] - 1.
+        k: [total_k, G, D], likewise by cu_seqlens_k; a document may have other lengths here, or none.
+        v: [total_k, G, E].
+        cu_seqlens_q: [N + 1] int32 or int64 on q's device, rising from 0; so is cu_seqlens_k. Rows behind the last
+            document give output 0, log-sum-exp minus infinity and gradient 0, whatever they hold.
+        mask: as `flash_attention`: alignment and window inside each document. `documents` must be None; `allowed`, and
+            the bias of `score`, are broadcastable to [1, H, total_q, total_k].
+
+    Returns:
+        (output [total_q, H, E], log-sum-exp [H, total_q]).
+
+    Raises:
+        ValueError: as `flash_attention_with_lse`, and for offsets as `Documents.from_cu_seqlens`.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 3:
+            raise ValueError(f"packed {name} must be [total, heads, head size], got {list(x.shape)}")
+    mask = _one_mask(causal, mask)
+    if mask.documents is not None:
+        raise ValueError("packed documents come by cu_seqlens: documents must be None; or use flash_attention")
+    if cu_seqlens_q.device != q.device:
+        raise ValueError(f"cu_seqlens must lie on q's device, {q.device}, got {cu_seqlens_q.device}; move them")
+    documents = Documents.from_cu_seqlens(cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0])
+    output, lse = flash_attention_with_lse(
+        *(x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)),
+        mask=Mask(mask.causal, mask.window, mask.alignment, documents, mask.allowed),
+        score=score,
+        scale=scale,
+        dropout=dropout,
+        deterministic=deterministic,
+        output_dtype=output_dtype,
+        implementation=implementation,
+    )
+    return output.squeeze(0).transpose(0, 1), lse.squeeze(0)
+
+
+def _one_mask(causal: bool, mask: Mask | None) -> Mask:
+    if mask is None:
+        return Mask(causal=True) if causal else NO_MASK
+    if causal and not mask.causal:
+        raise ValueError("causal=True beside a mask that is not causal; write Mask(causal=True, ...)")
+    return mask
+
+
+def _terms(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    mask: Mask | None,
+    score: Score | None,
+    scale: float | None,
+    dropout: float,
+    deterministic: bool | None,
+    output_dtype: torch.dtype | None,
+    implementation: str,
+) -> Terms:
+    """The arguments, checked and flat; a ValueError for what no implementation takes."""
+    _check_tensors(q, k, v)
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}")
+    if scale is not None and not (scale > 0 and math.isfinite(scale)):
+        raise ValueError(f"scale must be positive and finite, got {scale}; scale q instead")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout must be in [0, 1), got {dropout}; dropping everything is a zero output")
+    if output_dtype is not None and output_dtype not in DTYPES:
+        raise ValueError(f"output_dtype must be fp16, bf16, fp32 or float64, got {output_dtype}")
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    return flatten(
+        q, k, _one_mask(causal, mask), NO_SCORE if score is None else score,
+        scale=default_scale(q) if scale is None else float(scale), dropout=dropout, output_dtype=output_dtype,
+        deterministic=deterministic, implementation=implementation,
+    )  # fmt: skip
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         raise ValueError(
             "q, k and v must be [B, H, T, D], [B, G, S, D] and [B, G, S, E], "
@@ -107,13 +232,16 @@ def _check(q: Tensor, k: Tensor, v: Tensor, scale: float | None, implementation:
         )
     if k.shape[3] != q.shape[3]:
         raise ValueError(f"q and k must have one head size D, got {q.shape[3]} and {k.shape[3]}")
-    if k.shape[1] == 0 or q.shape[1] % k.shape[1] != 0:
+    if 0 in (q.shape[1], k.shape[1], q.shape[3], v.shape[3]):
+        raise ValueError(
+            f"heads and head sizes must not be empty, got q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}; "
+            "B, T and S may be"
+        )
+    if q.shape[1] % k.shape[1] != 0:
         raise ValueError(
             f"query heads must be a multiple of key heads, got H={q.shape[1]} and G={k.shape[1]}; "
             "is one of them laid out as [B, T, H, D]? Then pass .transpose(1, 2)"
         )
-    if 0 in q.shape or 0 in v.shape:
-        raise ValueError(f"no dimension may be empty, got q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}")
     if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype:
         raise ValueError(
             "q, k and v must share one dtype, fp16, bf16, fp32 or float64, "
@@ -121,11 +249,6 @@ def _check(q: Tensor, k: Tensor, v: Tensor, scale: float | None, implementation:
         )
     if not q.device == k.device == v.device:
         raise ValueError(f"q, k and v must lie on one device, got {q.device}, {k.device} and {v.device}")
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}")
-    if scale is not None and not (scale > 0 and math.isfinite(scale)):
-        raise ValueError(f"scale must be positive and finite, got {scale}; scale q instead")
-    return default_scale(q) if scale is None else float(scale)
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

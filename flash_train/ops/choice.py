@@ -22,7 +22,7 @@ IMPLEMENTATIONS = (
 """The names that `flash_attention` takes; its docstring says what each one is."""
 
 TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-TRITON_HEAD_SIZES = range(8, 257)
+TRITON_HEAD_SIZES = range(1, 257)
 OLDEST_CAPABILITY = (8, 0)
 
 

@@ -1,13 +1,16 @@
-"""The operators as torch sees them: schema, kernels, fake tensors, autograd, FLOP formulas.
+"""The operators as torch sees them: schema, kernels, fake tensors, autograd, vmap, FLOP formulas.
 
-Two operators, `flash_train::attention` and `flash_train::attention_backward`. Their kernels choose between the Triton
-launchers and the tiled path when they run, so that a step down can be logged under `torch.compile` as well.
+Three operators: `flash_train::attention`, its derivative `attention_backward`, and the derivative of that. The kernels
+of the first two choose between the Triton launchers and the tiled path when they run, so that a step down can be
+logged under `torch.compile` as well; the third is tiled. Whatever they take beside q, k and v is `features.Terms`,
+flat, at the end.
 
 The autograd formula is an `autograd.Function` under the dispatcher's Autograd key: 20 microseconds of host time a call
 with an empty kernel, where `torch.library.custom_op` with `register_autograd` takes 37 (torch 2.13, one CPU core).
 """
 
 import logging
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -17,37 +20,45 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from flash_train.ops.choice import choose_implementation
-from flash_train.ops.reference import tiled_attention, tiled_attention_backward
+from flash_train.ops.features import SCHEMA, Terms
+from flash_train.ops.tiled import tiled_attention, tiled_attention_backward, tiled_double_backward
 
 _log = logging.getLogger(__name__)
 _library = torch.library.Library("flash_train", "DEF")
-_library.define(
-    "attention(Tensor q, Tensor k, Tensor v, bool causal, float scale, str implementation) -> (Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_library.define(
-    "attention_backward(Tensor? grad_output, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor output, "
-    "Tensor lse, bool causal, float scale, str implementation) -> (Tensor, Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
+_SAVED = "Tensor q, Tensor k, Tensor v, Tensor output, Tensor lse"
+for _schema in (
+    f"attention(Tensor q, Tensor k, Tensor v, {SCHEMA}) -> (Tensor, Tensor)",
+    # (dQ, dK, dV, d bias, d sinks); of the last two an empty tensor where it is not needed
+    f"attention_backward(Tensor? grad_output, Tensor? grad_lse, {_SAVED}, bool needs_bias, {SCHEMA}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    # of sum(w * backward) for (dO, dL, q, k, v, bias, sinks)
+    "attention_double_backward(Tensor? w_dq, Tensor? w_dk, Tensor? w_dv, Tensor? w_dbias, Tensor? w_dsinks, "
+    f"Tensor? grad_output, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, {SCHEMA}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+):
+    _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 attention = torch.ops.flash_train.attention.default
 attention_backward = torch.ops.flash_train.attention_backward.default
+attention_double_backward = torch.ops.flash_train.attention_double_backward.default
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, implementation: str) -> Any:
+def attend(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> Any:
     """(output, log-sum-exp) by the operator, or by the form of it that `torch.func`'s transforms take."""
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-        return _TransformableAttention.apply(q, k, v, causal, scale, implementation)
-    return attention(q, k, v, causal, scale, implementation)
+    return (_TransformableAttention.apply if _transformed() else attention)(q, k, v, *terms)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, implementation: str) -> tuple[Tensor, Tensor]:
-    if _chosen(implementation, q, k, v) == "triton":
+def _transformed() -> bool:
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    terms = Terms(*rest)
+    if q.numel() and k.numel() and _chosen(terms.implementation, q, k, v) == "triton":
         from flash_train.ops.kernels.forward import attention_forward  # Triton is imported when a kernel first runs
 
-        return attention_forward(q, k, v, causal=causal, scale=scale)
+        return attention_forward(q, k, v, terms)
     with torch.autocast(q.device.type, enabled=False):  # it would cast the tiles, which are float32 on purpose
-        return tiled_attention(q, k, v, causal=causal, scale=scale)
+        return tiled_attention(q, k, v, terms)
 
 
 def _backward(
@@ -58,123 +69,219 @@ def _backward(
     v: Tensor,
     output: Tensor,
     lse: Tensor,
-    causal: bool,
-    scale: float,
-    implementation: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+    needs_bias: bool,
+    *rest: Any,
+) -> tuple[Tensor, ...]:
+    terms = Terms(*rest)
     if grad_output is None:  # only the log-sum-exp was used
         grad_output = torch.zeros((), dtype=output.dtype, device=output.device).expand(output.shape)
-    if _chosen(implementation, q, k, v) == "triton":
+    saved = grad_output, grad_lse, q, k, v, output, lse
+    if q.numel() and k.numel() and _chosen(terms.implementation, q, k, v) == "triton":
         from flash_train.ops.kernels.backward import attention_backward as launch
 
-        return launch(grad_output, grad_lse, q, k, v, output, lse, causal=causal, scale=scale)
+        gradients = launch(*saved, terms, needs_bias=needs_bias)
+    else:
+        with torch.autocast(q.device.type, enabled=False):
+            gradients = tiled_attention_backward(*saved, terms, needs_bias=needs_bias)
+    return tuple(q.new_empty(0) if x is None else x for x in gradients)
+
+
+def _double_backward(*args: Any) -> tuple[Tensor, ...]:
+    *cotangents, grad_output, grad_lse, q, k, v = args[:10]
+    terms = Terms(*args[10:])
     with torch.autocast(q.device.type, enabled=False):
-        return tiled_attention_backward(grad_output, grad_lse, q, k, v, output, lse, causal=causal, scale=scale)
+        results = tiled_double_backward(cotangents, grad_output, grad_lse, q, k, v, terms)
+    present = (terms.bias is not None, terms.sinks is not None)
+    return *results[:5], *(x if there else q.new_empty(0) for x, there in zip(results[5:], present, strict=True))
 
 
-_library.impl("attention", _forward, "CompositeExplicitAutograd")  # every device: the choice is made inside
+# every device: the choice is made inside
+_library.impl("attention", _forward, "CompositeExplicitAutograd")
 _library.impl("attention_backward", _backward, "CompositeExplicitAutograd")
+_library.impl("attention_double_backward", _double_backward, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("flash_train::attention", lib=_library)
-def _fake(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, implementation: str) -> tuple[Tensor, Tensor]:
+def _fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     B, H, T, _ = q.shape
-    lse_dtype = torch.promote_types(q.dtype, torch.float32)
-    return q.new_empty(B, T, H, v.shape[-1]).transpose(1, 2), q.new_empty(B, H, T, dtype=lse_dtype)
+    output = q.new_empty(B, T, H, v.shape[-1], dtype=Terms(*rest).output_dtype or q.dtype)
+    return output.transpose(1, 2), q.new_empty(B, H, T, dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+def _fake_of(q: Tensor, *likes: Tensor | None) -> tuple[Tensor, ...]:
+    return tuple(q.new_empty(0) if x is None else x.new_empty(x.shape) for x in likes)
 
 
 @torch.library.register_fake("flash_train::attention_backward", lib=_library)
-def _fake_backward(
-    grad_output: Tensor | None, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: object
-) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+def _fake_backward(grad_output: Any, grad_lse: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    needs_bias, terms = rest[2], Terms(*rest[3:])
+    return _fake_of(q, q, k, v, terms.bias if needs_bias else None, terms.sinks)
 
 
-def _below_autograd(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, implementation: str
-) -> tuple[Tensor, Tensor]:
+@torch.library.register_fake("flash_train::attention_double_backward", lib=_library)
+def _fake_double_backward(*args: Any) -> tuple[Tensor, ...]:
+    grad_output, grad_lse, q, k, v = args[5:10]
+    terms = Terms(*args[10:])
+    wide = torch.promote_types(q.dtype, torch.float32)
+    if grad_output is None:
+        grad_output = q.new_empty(*q.shape[:3], v.shape[-1], dtype=wide)
+    if grad_lse is None:
+        grad_lse = q.new_empty(q.shape[:3], dtype=wide)
+    return _fake_of(q, grad_output, grad_lse, q, k, v, terms.bias, terms.sinks)
+
+
+def _below_autograd(operator: Callable[..., Any], *args: Any) -> Any:
     with torch._C._AutoDispatchBelowAutograd():
-        return attention(q, k, v, causal, scale, implementation)
+        return operator(*args)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, *ctx.options = inputs
-    ctx.save_for_backward(q, k, v, *output)
+_TENSORS = slice(Terms._fields.index("bias"), Terms._fields.index("left"))
+"""Where `Terms` has its tensors."""
+
+
+def _save(ctx: Any, tensors: tuple[Tensor | None, ...], terms: Terms) -> None:
+    ctx.save_for_backward(*tensors, *terms[_TENSORS])
+    ctx.options = terms[: _TENSORS.start], terms[_TENSORS.stop :]
     ctx.set_materialize_grads(False)  # an unused log-sum-exp costs no gradient of zeros
+
+
+def _saved(ctx: Any) -> tuple[tuple[Any, ...], Terms]:
+    """(tensors, terms) as they were saved."""
+    count = len(ctx.saved_tensors) - (_TENSORS.stop - _TENSORS.start)
+    before, after = ctx.options
+    return ctx.saved_tensors[:count], Terms(*before, *ctx.saved_tensors[count:], *after)
+
+
+def _gradients_of_terms(dbias: Tensor, dsinks: Tensor) -> tuple[Tensor | None, ...]:
+    """For each of the terms; an empty tensor stands for none, and bias and sinks have more than one dimension."""
+    given = {"bias": dbias if dbias.dim() > 1 else None, "sinks": dsinks if dsinks.dim() > 1 else None}
+    return tuple(given.get(name) for name in Terms._fields)
+
+
+def _save_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, *terms = inputs
+    _save(ctx, (q, k, v, *output), Terms(*terms))
+
+
+def _save_backward(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
+    grad_output, grad_lse, q, k, v, _, _, _, *terms = inputs
+    _save(ctx, (grad_output, grad_lse, q, k, v), Terms(*terms))
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Any:
-        output = _below_autograd(*inputs)
-        _save(ctx, inputs, output)
+        output = _below_autograd(attention, *inputs)
+        _save_attention(ctx, inputs, output)
         return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        grad_output, grad_lse = gradients
-        if grad_output is None and grad_lse is None:
-            return None, None, None, None, None, None
-        with torch.no_grad():
-            results = attention_backward(grad_output, grad_lse, *ctx.saved_tensors, *ctx.options)
-        if torch.is_grad_enabled():  # create_graph=True: a second derivative must fail, not be left out of the sum
-            differentiable = [x for x in (grad_output, grad_lse, *ctx.saved_tensors[:3]) if x is not None]
-            results = _NoSecondDerivative.apply(*results, *differentiable)
-        return *results, None, None, None
+        if gradients == (None, None):
+            return (None,) * len(ctx.needs_input_grad)
+        tensors, terms = _saved(ctx)
+        apply = _TransformableBackward.apply if _transformed() else attention_backward
+        needs_bias = ctx.needs_input_grad[3 + Terms._fields.index("bias")]
+        dq, dk, dv, dbias, dsinks = apply(*gradients, *tensors, needs_bias, *terms)
+        return dq, dk, dv, *_gradients_of_terms(dbias, dsinks)
 
 
-class _TransformableAttention(_Attention):
-    """The form that `torch.func` asks for; 10 microseconds slower a call, so it is used under its transforms alone."""
-
-    generate_vmap_rule = True
-    forward = staticmethod(_below_autograd)  # pyright: ignore[reportAssignmentType]
-    setup_context = staticmethod(_save)
-
-
-class _NoSecondDerivative(torch.autograd.Function):
-    """Passes (dQ, dK, dV) on, and makes them depend on what they were computed from."""
-
-    generate_vmap_rule = True
+class _Backward(torch.autograd.Function):
+    """`attention_backward`, which can be differentiated in its turn."""
 
     @staticmethod
-    def forward(dq: Tensor, dk: Tensor, dv: Tensor, *_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return dq.clone(), dk.clone(), dv.clone()
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        output = _below_autograd(attention_backward, *inputs)
+        _save_backward(ctx, inputs, output)
+        return output
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
+    def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
+        tensors, terms = _saved(ctx)
+        weights = [None if w is None or w.numel() == 0 else w for w in cotangents]
+        apply = _TransformableDoubleBackward.apply if _transformed() else attention_double_backward
+        do, dl, dq, dk, dv, dbias, dsinks = apply(*weights, *tensors, *terms)
+        gradients = [x if y is not None else None for x, y in zip((do, dl), tensors[:2], strict=True)]
+        # output and log-sum-exp are functions of q, k and v, whose gradients hold their share
+        return *gradients, dq, dk, dv, None, None, None, *_gradients_of_terms(dbias, dsinks)
+
+
+class _DoubleBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        return _below_autograd(attention_double_backward, *inputs)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        raise RuntimeError("flash_attention has no second derivative; use implementation='naive' or 'sdpa_math' for it")
+        raise RuntimeError("flash_attention has no third derivative; use implementation='naive' or 'sdpa_math' for it")
 
 
-def _autograd(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, implementation: str) -> Any:
-    recorded = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+# The forms that `torch.func` asks for, 10 microseconds slower a call, so used under its transforms alone.
+class _TransformableAttention(_Attention):
+    generate_vmap_rule = True
+    forward = staticmethod(partial(_below_autograd, attention))  # pyright: ignore[reportAssignmentType]
+    setup_context = staticmethod(_save_attention)
+
+
+class _TransformableBackward(_Backward):
+    generate_vmap_rule = True
+    forward = staticmethod(partial(_below_autograd, attention_backward))  # pyright: ignore[reportAssignmentType]
+    setup_context = staticmethod(_save_backward)
+
+
+class _TransformableDoubleBackward(_DoubleBackward):
+    generate_vmap_rule = True
+    forward = staticmethod(partial(_below_autograd, attention_double_backward))  # pyright: ignore[reportAssignmentType]
+    setup_context = staticmethod(lambda ctx, inputs, output: None)
+
+
+def _autograd(operator: Callable[..., Any], function: Any, *args: Any) -> Any:
+    """The operator, recorded where a derivative of it may be asked for."""
+    recorded = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args)
     if recorded or forward_ad._current_level >= 0:  # which has no formula here: the Function says so
-        return _Attention.apply(q, k, v, causal, scale, implementation)
-    return _below_autograd(q, k, v, causal, scale, implementation)
+        return function.apply(*args)
+    return _below_autograd(operator, *args)
 
 
-_library.impl("attention", _autograd, "Autograd")
+def _vmap(operator: Callable[..., Any], q_at: int, info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
+    """The vmapped dimension, N long, becomes part of the batch: [N, B, ...] is computed as [N * B, ...]."""
+    N = info.batch_size
+    q, q_dim = args[q_at], in_dims[q_at]
+    B = q.shape[0] if q_dim is None else q.movedim(q_dim, 0).shape[1]
+    first_term = len(args) - len(Terms._fields)
+    names = (*("" for _ in range(first_term)), *Terms._fields)
+    alone = {}  # results that a batch of one shares
+
+    def fold(name: str, x: Any, dimension: int | None) -> Any:
+        if not isinstance(x, Tensor) or (name == "bounds" and dimension is None):
+            return x
+        x = x.expand(N, *x.shape) if dimension is None else x.movedim(dimension, 0)
+        if name == "bounds":
+            return x.flatten(0, 1)
+        if name in ("query_document", "key_document") and in_dims[names.index("bounds")] is not None:
+            count = args[names.index("bounds")].movedim(in_dims[names.index("bounds")], 0).shape[1]
+            x = x + (torch.arange(N, device=x.device, dtype=x.dtype) * count)[:, None, None]
+        if x.shape[1] != B:  # a bias of one for the whole batch
+            alone[name] = True
+            x = x.expand(N, B, *x.shape[2:])
+        return x.flatten(0, 1)
+
+    outputs = operator(*(fold(*each) for each in zip(names, args, in_dims, strict=True)))
+    bias_at = {2: 3, 7: 5}.get(q_at)  # where a gradient of the bias stands among the results
+    results = [x if x.dim() == 1 else x.unflatten(0, (N, -1)) for x in outputs]
+    if bias_at is not None and "bias" in alone:
+        results[bias_at] = results[bias_at].sum(1, keepdim=True) if outputs[bias_at].dim() > 1 else results[bias_at]
+    return tuple(results), tuple(None if x.dim() == 1 else 0 for x in outputs)
 
 
-def _fold_batch(x: Any, dimension: int | None, size: int) -> Any:
-    """A vmapped [B, ...] as [size * B, ...]; what is no tensor stays."""
-    if not isinstance(x, Tensor):
-        return x
-    x = x.expand(size, *x.shape) if dimension is None else x.movedim(dimension, 0)
-    return x.flatten(0, 1)
-
-
-def _vmap(operator: Any, info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[tuple[Tensor, ...], Any]:
-    folded = (_fold_batch(x, dimension, info.batch_size) for x, dimension in zip(args, in_dims, strict=True))
-    outputs = tuple(x.unflatten(0, (info.batch_size, -1)) for x in operator(*folded))
-    return outputs, (0,) * len(outputs)
-
-
-for _operator in (attention, attention_backward):
-    torch.library.register_vmap(_operator, partial(_vmap, _operator), lib=_library)
+for _operator, _function, _q_at in (
+    (attention, _Attention, 0),
+    (attention_backward, _Backward, 2),
+    (attention_double_backward, _DoubleBackward, 7),
+):
+    _name = _operator._schema.name.removeprefix("flash_train::")
+    _library.impl(_name, partial(_autograd, _operator, _function), "Autograd")
+    torch.library.register_vmap(_operator, partial(_vmap, _operator, _q_at), lib=_library)
 
 
 @register_flop_formula(torch.ops.flash_train.attention)

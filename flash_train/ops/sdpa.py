@@ -5,6 +5,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from flash_train.ops.features import UNBOUNDED, Terms
+
 _BACKENDS = {
     "sdpa": SDPBackend.FLASH_ATTENTION,
     "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -13,19 +15,24 @@ _BACKENDS = {
 }
 
 
-def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, implementation: str) -> Tensor:
+def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> Tensor:
     """Shapes as `flash_attention`. Pinned, because torch falls back to its math back end without a word.
 
+    Dropout is torch's own: it strikes other elements than this package's.
+
     Raises:
-        ValueError: the back end does not exist on the device, or refuses these tensors.
+        ValueError: the back end does not exist on the device, or refuses these tensors, or torch has no such feature.
     """
+    implementation = terms.implementation
+    causal = terms.right == 0
     if q.device.type == "cpu" and implementation in ("sdpa_cudnn", "sdpa_efficient"):
         raise ValueError(f"implementation={implementation!r} needs a GPU; on a CPU use 'sdpa' or 'sdpa_math'")
+    _refuse(terms, implementation)
     T, S = q.shape[2], k.shape[2]
     if causal and T > S:  # the first T - S queries see nothing, which torch answers with NaN
-        seeing = sdpa_attention(q[:, :, T - S :], k, v, causal=True, scale=scale, implementation=implementation)
+        seeing = sdpa_attention(q[:, :, T - S :], k, v, terms)
         return pad(seeing, (0, 0, T - S, 0))
-    bias, flag = None, False
+    bias, flag = terms.bias if terms.allowed is None else terms.allowed, False
     if causal and T == S:  # an `if`, because torch.compile's symbolic truth is no argument
         flag = True
     elif causal and T != 1:  # torch's own flag would align the first query with the first key
@@ -34,7 +41,7 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: floa
     with sdpa_kernel(_BACKENDS[implementation]):
         try:
             return scaled_dot_product_attention(
-                q, k, v, attn_mask=bias, is_causal=flag, scale=scale, enable_gqa=grouped
+                q, k, v, attn_mask=bias, dropout_p=terms.dropout, is_causal=flag, scale=terms.scale, enable_gqa=grouped
             )
         except RuntimeError as error:
             if "No available kernel" not in str(error):
@@ -43,3 +50,21 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: floa
                 f"implementation={implementation!r}: torch's back end takes no q {list(q.shape)}, k {list(k.shape)} of "
                 f"{q.dtype} on {q.device.type} (torch: {error}); use 'sdpa_math' or 'flash'"
             ) from error
+
+
+def _refuse(terms: Terms, implementation: str) -> None:
+    """What torch's function has no argument for, or takes alone."""
+    missing = {
+        "a window": terms.left < UNBOUNDED or 0 < terms.right < UNBOUNDED,
+        "top-left alignment": terms.top_left,
+        "documents": terms.bounds is not None,
+        "a soft cap": terms.soft_cap > 0,
+        "ALiBi": terms.alibi_slopes is not None,
+        "sinks": terms.sinks is not None,
+        "a causal mask together with a bias or allowed": terms.right == 0
+        and (terms.bias is not None or terms.allowed is not None),
+        "a bias together with allowed": terms.bias is not None and terms.allowed is not None,
+    }
+    for name, asked in missing.items():
+        if asked:
+            raise ValueError(f"implementation={implementation!r} does not take {name}; use 'flash' or 'naive'")

@@ -1,0 +1,297 @@
+"""What a query sees and what is added to its scores: the public records, and the flat form that the operators take.
+
+The one rule of visibility: query t stands beside key p = t + shift and sees the keys from p - left to p + right, both
+ends included, that its document has. `shift` is S - T where the last query is aligned with the last key
+("bottom_right"), 0 where the first is with the first ("top_left"); with documents, T, S and the positions are those of
+the document. `causal` is right = 0.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+ALIGNMENTS = ("bottom_right", "top_left")
+UNBOUNDED = 2**30
+"""The window's reach where it has no end."""
+SEED_STEP = 0x9E3779B97F4A7C15 - 2**64
+"""What document (or batch row) n adds, n times, to the dropout's seed: 2^64 over the golden ratio, as an int64."""
+
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """Where the documents of a packed batch lie. Made once, by one of the two constructors, and used by every layer."""
+
+    bounds: Tensor
+    """[N, 4] int32: a document's first query, its last one + 1, its first key, its last one + 1."""
+    query_document: Tensor
+    """[B, T] int32: the row of `bounds` that a query belongs to; it does not fall along T."""
+    key_document: Tensor
+    """[B, S] int32, likewise."""
+
+    @classmethod
+    def from_ids(cls, ids: Tensor) -> "Documents":
+        """Documents of [B, T] sequences: each run of equal ids is one (an id that comes back later starts another).
+
+        Nothing is read on the host.
+
+        Raises:
+            ValueError: `ids` is no [B, T] tensor of integers.
+        """
+        if ids.dim() != 2 or ids.is_floating_point() or ids.is_complex():
+            raise ValueError(
+                f"documents must be [B, T] integer ids, got {list(ids.shape)} of {ids.dtype}; "
+                "for [total, H, D] tensors use flash_attention_packed"
+            )
+        B, T = ids.shape
+        changes = torch.cat([torch.ones_like(ids[:, :1], dtype=torch.bool), ids[:, 1:] != ids[:, :-1]], dim=1)
+        number = changes.flatten().cumsum(0) - 1
+        every = torch.arange(B * T, device=ids.device)
+        first, end = torch.searchsorted(number, every), torch.searchsorted(number, every, right=True)
+        row_start = torch.div((end - 1).clamp(min=0), max(T, 1), rounding_mode="floor") * T
+        first, end = first - row_start, end - row_start
+        bounds = torch.stack([first, end, first, end], dim=1).clamp(0, T).int()
+        number = number.view(B, T).int()
+        return cls(bounds, number, number)
+
+    @classmethod
+    def from_cu_seqlens(cls, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, total_q: int, total_k: int) -> "Documents":
+        """Documents of a packed batch of one: document n has queries cu_seqlens_q[n] to cu_seqlens_q[n + 1] - 1.
+
+        What lies behind the last document belongs to none: its output is 0, its gradients are 0. On a GPU nothing is
+        read on the host, and bounds that lie outside the tensors are cut to them.
+
+        Raises:
+            ValueError: the two are no [N + 1] int32 or int64 tensors of one length on one device, or, on a CPU, do not
+                rise from 0 to at most the totals.
+        """
+        for name, x, total in (("cu_seqlens_q", cu_seqlens_q, total_q), ("cu_seqlens_k", cu_seqlens_k, total_k)):
+            if x.dim() != 1 or x.shape[0] == 0 or x.dtype not in (torch.int32, torch.int64):
+                raise ValueError(
+                    f"{name} must be [N + 1] offsets, int32 or int64, got {list(x.shape)} of {x.dtype}; "
+                    "of lengths, it is torch.nn.functional.pad(lengths.cumsum(0), (1, 0))"
+                )
+            if x.device.type == "cpu" and not _rises_from_zero(x, total):
+                raise ValueError(f"{name} must rise from 0 to at most {total}, got {x.tolist()}")
+        if cu_seqlens_q.shape != cu_seqlens_k.shape or cu_seqlens_q.device != cu_seqlens_k.device:
+            raise ValueError(
+                "cu_seqlens_q and cu_seqlens_k must have one length and one device, got "
+                f"{list(cu_seqlens_q.shape)} on {cu_seqlens_q.device} and {list(cu_seqlens_k.shape)} on "
+                f"{cu_seqlens_k.device}; a document without keys (or queries) still has its entry"
+            )
+        N = cu_seqlens_q.shape[0] - 1
+        q, k = cu_seqlens_q.clamp(0, total_q), cu_seqlens_k.clamp(0, total_k)
+        bounds = torch.stack([q[:-1], q[1:], k[:-1], k[1:]], dim=1)
+        # document N: the queries behind the last one, which see nothing; document N + 1: the keys, which nobody sees
+        zero = torch.zeros_like(q[:1])
+        queries_left = torch.stack([q[-1:], zero + total_q, zero, zero], dim=1)
+        keys_left = torch.stack([zero, zero, k[-1:], zero + total_k], dim=1)
+        number_q = torch.searchsorted(q, torch.arange(total_q, device=q.device, dtype=q.dtype), right=True) - 1
+        number_k = torch.searchsorted(k, torch.arange(total_k, device=k.device, dtype=k.dtype), right=True) - 1
+        number_k = torch.where(number_k == N, N + 1, number_k)
+        return cls(
+            torch.cat([bounds, queries_left, keys_left]).int(), number_q.int().unsqueeze(0), number_k.int().unsqueeze(0)
+        )
+
+
+def _rises_from_zero(offsets: Tensor, total: int) -> bool:
+    return bool(offsets[0] == 0 and offsets[-1] <= total and (offsets[1:] >= offsets[:-1]).all())
+
+
+@dataclass(frozen=True, eq=False)
+class Mask:
+    """Which keys a query sees. Everything that is given must allow a pair."""
+
+    causal: bool = False
+    """Query t sees no key after the one that it is aligned with."""
+    window: tuple[int | None, int | None] | None = None
+    """(left, right): a query sees the keys from its own position - left to its position + right; None is unbounded."""
+    alignment: str = "bottom_right"
+    """Whether the last query stands beside the last key, or the first beside the first ("top_left")."""
+    documents: Tensor | Documents | None = None
+    """[B, T] ids, T = S: positions see each other inside a run of equal ids. Or `Documents`, prepared."""
+    allowed: Tensor | None = None
+    """Boolean, broadcastable to [B, H, T, S]: True where the pair takes part."""
+
+    def __post_init__(self) -> None:
+        if self.alignment not in ALIGNMENTS:
+            raise ValueError(f"alignment must be one of {', '.join(ALIGNMENTS)}, got {self.alignment!r}")
+        if self.window is not None:
+            if len(self.window) != 2:
+                raise ValueError(f"window must be (left, right), got {self.window}; None in it is unbounded")
+            for side in self.window:
+                if side is not None and not 0 <= side < UNBOUNDED:
+                    raise ValueError(f"window must hold whole numbers from 0 on, or None for no bound: {self.window}")
+        if self.allowed is not None and self.allowed.dtype != torch.bool:
+            raise ValueError(f"allowed must be boolean, got {self.allowed.dtype}; an additive mask is Score(bias=...)")
+
+
+@dataclass(frozen=True, eq=False)
+class Score:
+    """What becomes of s = scale q k^T before the softmax, in this order: soft cap, ALiBi, bias; the mask; the sinks."""
+
+    soft_cap: float | None = None
+    """s becomes cap tanh(s / cap) (Gemma 2)."""
+    alibi_slopes: Tensor | None = None
+    """[H]: minus slope times the distance between the aligned query and the key is added (ALiBi); no gradient."""
+    bias: Tensor | None = None
+    """Floating, broadcastable to [B, H, T, S], added; its gradient is summed over what was broadcast."""
+    sinks: Tensor | None = None
+    """[H]: one more logit a row, in the softmax's denominator alone (and so in the log-sum-exp); has a gradient."""
+
+    def __post_init__(self) -> None:
+        if self.soft_cap is not None and not 0 < self.soft_cap < float("inf"):
+            raise ValueError(f"soft_cap must be positive and finite, got {self.soft_cap}; None leaves the scores alone")
+        for name in ("alibi_slopes", "bias", "sinks"):
+            x = getattr(self, name)
+            if x is not None and not x.is_floating_point():
+                hint = "; a boolean mask is Mask(allowed=...)" if name == "bias" else "; cast it with .float()"
+                raise ValueError(f"{name} must be floating, got {x.dtype}{hint}")
+        if self.alibi_slopes is not None and self.alibi_slopes.requires_grad:
+            raise ValueError("alibi_slopes has no gradient, and requires one; detach it, or learn a bias instead")
+
+
+class Terms(NamedTuple):
+    """All that the operators take beside q, k and v, in the order of their schemas; absent tensors are None."""
+
+    scale: float
+    bias: Tensor | None = None
+    """[B or 1, H or 1, T or 1, S or 1]"""
+    allowed: Tensor | None = None
+    """likewise"""
+    alibi_slopes: Tensor | None = None
+    """[B, H], fp32 (float64 beside float64)"""
+    sinks: Tensor | None = None
+    """likewise"""
+    seed: Tensor | None = None
+    """[B] int64: the dropout's"""
+    bounds: Tensor | None = None
+    """This and the next two: see `Documents`."""
+    query_document: Tensor | None = None
+    key_document: Tensor | None = None
+    left: int = UNBOUNDED
+    right: int = UNBOUNDED
+    top_left: bool = False
+    soft_cap: float = 0.0
+    """0 is none"""
+    dropout: float = 0.0
+    output_dtype: torch.dtype | None = None
+    """The inputs' if None"""
+    deterministic: bool = False
+    implementation: str = "flash"
+
+
+SCHEMA = (
+    "float scale, Tensor? bias, Tensor? allowed, Tensor? alibi_slopes, Tensor? sinks, Tensor? seed, Tensor? bounds, "
+    "Tensor? query_document, Tensor? key_document, int left, int right, bool top_left, float soft_cap, float dropout, "
+    "ScalarType? output_dtype, bool deterministic, str implementation"
+)
+"""`Terms` as torch.library spells it."""
+NO_MASK, NO_SCORE = Mask(), Score()
+
+
+def flatten(q: Tensor, k: Tensor, mask: Mask, score: Score, *, scale: float, dropout: float, **rest: object) -> Terms:
+    """The records as `Terms`, their shapes and devices checked against q [B, H, T, D] and k [B, G, S, D].
+
+    With dropout, a seed is drawn by torch's generator of q's device.
+    """
+    B, H, T, _ = q.shape
+    S = k.shape[2]
+    left, right = (UNBOUNDED if x is None else x for x in mask.window or (None, None))
+    documents = mask.documents
+    if isinstance(documents, Tensor):
+        _same_device("documents", documents, q)
+        documents = Documents.from_ids(documents)
+    if documents is not None:
+        _check_documents(documents, q, S)
+    return Terms(
+        scale,
+        _broadcastable("bias", score.bias, q, S),
+        _broadcastable("allowed", mask.allowed, q, S),
+        _per_head("alibi_slopes", score.alibi_slopes, q),
+        _per_head("sinks", score.sinks, q),
+        _draw_seed(q, packed=documents is not None) if dropout > 0 else None,
+        *((documents.bounds, documents.query_document, documents.key_document) if documents else (None, None, None)),
+        left=left,
+        right=0 if mask.causal else right,
+        top_left=mask.alignment == "top_left",
+        soft_cap=0.0 if score.soft_cap is None else float(score.soft_cap),
+        dropout=float(dropout),
+        **rest,  # pyright: ignore[reportArgumentType]
+    )
+
+
+def _draw_seed(q: Tensor, *, packed: bool) -> Tensor:
+    """[B] int64: rows of a batch get seeds apart; documents are told apart by their numbers instead."""
+    seed = torch.randint(-(2**63), 2**63 - 1, (1,), device=q.device, dtype=torch.int64)
+    if packed:
+        return seed.expand(q.shape[0])
+    return seed + torch.arange(q.shape[0], device=q.device) * SEED_STEP
+
+
+def _check_documents(documents: Documents, q: Tensor, S: int) -> None:
+    B, _, T, _ = q.shape
+    shapes = list(documents.query_document.shape), list(documents.key_document.shape)
+    if shapes != ([B, T], [B, S]):
+        raise ValueError(
+            f"documents must give each of B={B} x T={T} queries and B={B} x S={S} keys a document, got {shapes[0]} and "
+            f"{shapes[1]}; where queries and keys differ in length use flash_attention_packed"
+        )
+    _same_device("documents", documents.bounds, q)
+
+
+def _broadcastable(name: str, x: Tensor | None, q: Tensor, S: int) -> Tensor | None:
+    """`x` with four dimensions, each 1 or whole."""
+    if x is None:
+        return None
+    whole = (*q.shape[:3], S)
+    if x.dim() > 4 or any(a != 1 and a != b for a, b in zip(reversed(x.shape), reversed(whole), strict=False)):
+        raise ValueError(
+            f"{name} must be broadcastable to [B, H, T, S] = {list(whole)}, got {list(x.shape)}; "
+            "put the missing dimensions in with unsqueeze or [:, None]"
+        )
+    _same_device(name, x, q)
+    return x[(None,) * (4 - x.dim())] if x.dim() < 4 else x
+
+
+def _per_head(name: str, x: Tensor | None, q: Tensor) -> Tensor | None:
+    """[H] as [B, H]."""
+    if x is None:
+        return None
+    if x.dim() != 1 or x.shape[0] != q.shape[1]:
+        raise ValueError(f"{name} must be [H] = [{q.shape[1]}], one number a query head, got {list(x.shape)}")
+    _same_device(name, x, q)
+    return x.to(torch.promote_types(q.dtype, torch.float32)).expand(q.shape[0], -1)
+
+
+def _same_device(name: str, x: Tensor, q: Tensor) -> None:
+    if x.device != q.device:
+        raise ValueError(f"{name} must lie on q's device, {q.device}, got {x.device}; move it with .to(q.device)")
+
+
+class Rows(NamedTuple):
+    """What some queries see: each [T], or [B, T] with documents."""
+
+    aligned: Tensor
+    """The key that the query stands beside: p."""
+    low: Tensor
+    """The first key that it sees."""
+    high: Tensor
+    """The last one + 1; at or below `low` if it sees none."""
+
+    def cut(self, rows: slice) -> "Rows":
+        return Rows(*(x[..., rows] for x in self))
+
+
+def rows_of(T: int, S: int, terms: Terms, device: torch.device | None = None) -> Rows:
+    """The module's one rule, as tensors."""
+    t = torch.arange(T, device=device)
+    first, end = torch.zeros_like(t), torch.full_like(t, S)
+    shift = torch.full_like(t, 0 if terms.top_left else S - T)
+    if terms.bounds is not None and terms.query_document is not None:
+        q_first, q_end, first, end = terms.bounds.long()[terms.query_document.long()].unbind(-1)
+        shift = first - q_first if terms.top_left else end - q_end
+    aligned = t + shift
+    low, high = torch.maximum(aligned - terms.left, first), torch.minimum(aligned + terms.right + 1, end)
+    return Rows(aligned, low.clamp(0, S), high.clamp(0, S))

@@ -1,0 +1,344 @@
+"""Rungs 4 and 5 of the ladder in plain PyTorch, and the derivative of rung 5: the operators' kernels for CPU tensors.
+
+fp16 and bf16 inputs are computed in fp32, tile by tile. Documents are taken one by one, as if each stood alone: no
+tile spans two.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flash_train.ops.dropout import STEP_KEY, STEP_QUERY, kept, keys
+from flash_train.ops.features import SEED_STEP, Rows, Terms, rows_of
+from flash_train.ops.reference import State, finish, first_state, safe_attention
+
+
+def default_tile(q: Tensor) -> int:
+    """The power of two, 64 to 256, at which the tiles of all heads together hold about 2^19 scores: a core's cache."""
+    rows = math.isqrt(2**19 // max(1, q.shape[0] * q.shape[1]))
+    return min(256, max(64, 2 ** max(0, rows.bit_length() - 1)))
+
+
+def tiled_attention(q: Tensor, k: Tensor, v: Tensor, terms: Terms, *, tile: int | None = None) -> tuple[Tensor, Tensor]:
+    """Rung 4: (output, L) from tiles of `tile` queries by `tile` keys (default: `default_tile`).
+
+    Memory grows with T + S, not with T S. The output is stored as [B, T, H, E] and returned as its [B, H, T, E] view,
+    so that [B, T, H * E] is free.
+    """
+    B, H, T, _ = q.shape
+    dtype = _compute_dtype(q)
+    output = torch.empty(B, T, H, v.shape[-1], dtype=terms.output_dtype or q.dtype, device=q.device).transpose(1, 2)
+    lse = torch.empty(B, H, T, dtype=dtype, device=q.device)
+    for part in _documents(q, k, terms):
+        b, rows, columns = part.batch, part.rows, part.columns
+        _forward(q[b, :, rows], k[b, :, columns], v[b, :, columns], part.terms, tile or default_tile(q),
+                 output[b, :, rows], lse[b, :, rows])  # fmt: skip
+    return output, lse
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms, tile: int, output: Tensor, lse: Tensor) -> None:
+    walk = _Walk(q, k, terms, tile)
+    for rows in walk.query_tiles():
+        q_tile = walk.queries(q, rows) * terms.scale
+        state = first_state(q_tile, v.shape[-1], walk.sinks(rows))
+        for columns in walk.key_tiles(rows):
+            s, _ = walk.scores(q_tile, walk.keys(k, columns), rows, columns)
+            _fold(state, s, walk.keys(v, columns), walk.kept(rows, columns))
+        o, L = finish(state)
+        output[:, :, rows] = walk.heads(o if terms.seed is None else o / (1 - terms.dropout))
+        lse[:, :, rows] = walk.heads(L)
+
+
+def tiled_attention_backward(
+    grad_output: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    terms: Terms,
+    *,
+    tile: int | None = None,
+    needs_bias: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Rung 5: (dQ, dK, dV, d bias, d sinks) in the inputs' shapes and dtypes, P recomputed tile by tile from L.
+
+    dL enters where the softmax's own correction does: delta = rowsum(dO * O) - dL. The two last are None where there
+    is no such input; the bias's is computed on demand.
+    """
+    dtype = _compute_dtype(q)
+    delta = row_delta(grad_output, output, grad_lse, dtype)
+    dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
+    dbias = None
+    if needs_bias and terms.bias is not None:
+        dbias = torch.zeros(terms.bias.shape, dtype=dtype, device=q.device)
+    for part in _documents(q, k, terms):
+        b, rows, columns = part.batch, part.rows, part.columns
+        _backward(
+            grad_output[b, :, rows], delta[b, :, rows], lse[b, :, rows], q[b, :, rows], k[b, :, columns],
+            v[b, :, columns], part.terms, tile or default_tile(q), dq[b, :, rows], dk[b, :, columns],
+            dv[b, :, columns], None if dbias is None else _cut(dbias, b, rows, columns),
+        )  # fmt: skip
+    if dbias is not None and terms.bias is not None:
+        dbias = dbias.to(terms.bias.dtype)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dbias, sinks_gradient(terms.sinks, lse, delta)
+
+
+def _backward(do: Tensor, delta: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, terms: Terms, tile: int,
+              dq: Tensor, dk: Tensor, dv: Tensor, dbias: Tensor | None) -> None:  # fmt: skip
+    """Adds one document's gradients to dq, dk, dv and dbias."""
+    walk = _Walk(q, k, terms, tile)
+    lse = lse.masked_fill(lse == -math.inf, math.inf)  # a row that sees nothing: exp(S - inf) = 0
+    for rows in walk.query_tiles():
+        q_tile = walk.queries(q, rows) * terms.scale
+        do_tile = walk.queries(do, rows)
+        delta_tile, lse_tile = (walk.queries(x.unsqueeze(-1), rows) for x in (delta, lse))
+        dq_tile = torch.zeros_like(q_tile)
+        for columns in walk.key_tiles(rows):
+            k_tile, v_tile = walk.keys(k, columns), walk.keys(v, columns)
+            p, slope = walk.scores(q_tile, k_tile, rows, columns)
+            p.sub_(lse_tile).exp_()
+            dp = do_tile @ v_tile.transpose(-2, -1)
+            keep = walk.kept(rows, columns)
+            if keep is None:
+                dv[:, :, columns].add_(walk.groups(p.transpose(-2, -1) @ do_tile))
+            else:
+                keep = keep.to(p.dtype).div_(1 - terms.dropout)
+                dv[:, :, columns].add_(walk.groups((p * keep).transpose(-2, -1) @ do_tile))
+                dp.mul_(keep)
+            ds = dp.sub_(delta_tile).mul_(p)
+            if dbias is not None:
+                target = _cut(dbias, slice(None), rows, columns)
+                target.add_(walk.heads(ds).sum_to_size(target.shape))
+            if slope is not None:
+                ds.mul_(slope)
+            dq_tile.add_(ds @ k_tile)
+            dk[:, :, columns].add_(walk.groups(ds.transpose(-2, -1) @ q_tile))  # q_tile carries the scale
+        dq[:, :, rows] = walk.heads(dq_tile.mul_(terms.scale))
+
+
+def tiled_double_backward(
+    cotangents: Sequence[Tensor | None],
+    grad_output: Tensor | None,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    terms: Terms,
+    *,
+    tile: int | None = None,
+) -> tuple[Tensor, ...]:
+    """The second derivative: the gradients of sum(cotangents * backward(...)) for (dO, dL, q, k, v, bias, sinks).
+
+    `cotangents` are those of (dQ, dK, dV, d bias, d sinks), None for zeros. A tile of queries is taken against all keys
+    at once, by differentiating the definition (rung 2): memory grows with T + S, and every feature is right because
+    the definition is.
+    """
+    B, H, T, _ = q.shape
+    dtype = _compute_dtype(q)
+    zero = torch.zeros((), dtype=dtype, device=q.device)
+    inputs = [
+        zero.expand(B, H, T, v.shape[-1]) if grad_output is None else grad_output,
+        zero.expand(B, H, T) if grad_lse is None else grad_lse,
+        q,
+        k,
+        v,
+        zero.expand(1, 1, 1, 1) if terms.bias is None else terms.bias,
+        (zero - math.inf).expand(B, H) if terms.sinks is None else terms.sinks,  # which adds exp(-inf) = 0
+    ]
+    weights = [zero.expand(x.shape) if w is None else w for w, x in zip(cotangents, inputs[2:], strict=True)]
+    totals = [torch.zeros(x.shape, dtype=dtype, device=q.device) for x in inputs]
+
+    for rows in _tiles(0, T, tile or default_tile(q)):
+
+        def part(do: Tensor, dl: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sinks: Tensor,
+                 rows: slice = rows) -> tuple[Tensor, ...]:  # fmt: skip
+            """What these rows use of each input; k, v and sinks they use whole."""
+            return (
+                do[:, :, rows],
+                dl[:, :, rows],
+                q[:, :, rows],
+                k,
+                v,
+                bias[:, :, rows] if bias.shape[2] > 1 else bias,
+                sinks,
+            )
+
+        def forward(
+            q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sinks: Tensor, rows: slice = rows
+        ) -> tuple[Tensor, Tensor]:
+            if bias.shape[2] > 1:  # where `scores` looks for it: among all T
+                bias = torch.nn.functional.pad(bias, (0, 0, rows.start, T - rows.stop))
+            output, lse = safe_attention(q, k, v, terms._replace(bias=bias, sinks=sinks), rows=rows, T=T)
+            return output, lse.masked_fill(lse == -math.inf, 0.0)
+
+        def backward(do: Tensor, dl: Tensor, *of: Tensor, forward: Any = forward) -> tuple[Tensor, ...]:
+            return torch.func.vjp(forward, *of)[1]((do, dl))
+
+        leaves = [x.detach().to(dtype) for x in part(*inputs)]
+        _, pull = torch.func.vjp(backward, *leaves)
+        parts = part(inputs[0], inputs[1], *weights)[2:]
+        for total, x in zip(part(*totals), pull(tuple(w.detach().to(dtype) for w in parts)), strict=True):
+            total.add_(x)
+    return tuple(total.to(x.dtype) for total, x in zip(totals, inputs, strict=True))
+
+
+def row_delta(grad_output: Tensor, output: Tensor, grad_lse: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """[B, H, T]: rowsum(dO * O) - dL."""
+    delta = (grad_output.to(dtype) * output.to(dtype)).sum(-1)
+    return delta if grad_lse is None else delta - grad_lse.to(dtype)
+
+
+def sinks_gradient(sinks: Tensor | None, lse: Tensor, delta: Tensor) -> Tensor | None:
+    """[B, H]: the sink's probability exp(sink - L) times (0 - delta), as of a key whose value is 0, over the rows."""
+    if sinks is None:
+        return None
+    return -(torch.exp(sinks.unsqueeze(-1) - lse) * delta).sum(-1).to(sinks.dtype)
+
+
+class _Part(NamedTuple):
+    """A document that stands alone: where it lies, and its terms."""
+
+    batch: slice
+    rows: slice
+    columns: slice
+    terms: Terms
+
+
+def _documents(q: Tensor, k: Tensor, terms: Terms) -> Iterator[_Part]:
+    """The batch as it is, or its documents one by one; their bounds are read on the host."""
+    if terms.bounds is None or terms.query_document is None:
+        yield _Part(slice(None), slice(0, q.shape[2]), slice(0, k.shape[2]), terms)
+        return
+    bounds = terms.bounds.tolist()
+    for b, numbers in enumerate(terms.query_document.tolist()):
+        for number in sorted(set(numbers)):
+            first_query, end_query, first_key, end_key = bounds[number]
+            batch, rows, columns = (
+                slice(b, b + 1),
+                slice(first_query, end_query),
+                slice(first_key, max(end_key, first_key)),
+            )
+            own = {
+                name: x[batch] if x is not None and x.shape[0] > 1 else x
+                for name, x in (("alibi_slopes", terms.alibi_slopes), ("sinks", terms.sinks), ("seed", terms.seed))
+            }
+            own |= {name: None for name in ("bounds", "query_document", "key_document")}
+            for name in ("bias", "allowed"):
+                x = getattr(terms, name)
+                own[name] = None if x is None else _cut(x, batch, rows, columns)
+            if own["seed"] is not None:
+                own["seed"] = own["seed"] + torch.tensor(number) * SEED_STEP  # which wraps at 64 bits
+            yield _Part(batch, rows, columns, terms._replace(**own))
+
+
+def _cut(x: Tensor, batch: slice, rows: slice, columns: slice) -> Tensor:
+    """Part of a [B or 1, H or 1, T or 1, S or 1] tensor: a dimension of 1 stays."""
+    for dimension, part in ((0, batch), (2, rows), (3, columns)):
+        if x.shape[dimension] != 1:
+            x = x[(slice(None),) * dimension + (part,)]
+    return x
+
+
+class _Walk:
+    """A walk over the tiles of one document: how its tensors are cut, and what becomes of a tile's scores."""
+
+    def __init__(self, q: Tensor, k: Tensor, terms: Terms, tile: int) -> None:
+        self.B, self.H, self.T, _ = q.shape
+        self.G, self.S = k.shape[1:3]
+        self.terms, self.tile, self.dtype, self.device = terms, tile, _compute_dtype(q), q.device
+        self.see = rows_of(self.T, self.S, terms, torch.device("cpu"))  # the loop reads it
+
+    def query_tiles(self) -> list[slice]:
+        return _tiles(0, self.T, self.tile)
+
+    def key_tiles(self, rows: slice) -> list[slice]:
+        """Those that hold a key which one of the rows sees: both bounds rise from row to row."""
+        low, high = int(self.see.low[rows.start]), int(self.see.high[rows.stop - 1])
+        return _tiles(low // self.tile * self.tile, high, self.tile)
+
+    def queries(self, x: Tensor, rows: slice) -> Tensor:
+        """Rows of [B, H, T, D] as [B * G, (H / G) * rows, D]: a group's heads share their keys, so they are rows."""
+        return x[:, :, rows].to(self.dtype).reshape(self.B * self.G, -1, x.shape[-1])
+
+    def keys(self, x: Tensor, columns: slice) -> Tensor:
+        """Columns of [B, G, S, D] as [B * G, columns, D]."""
+        return x[:, :, columns].to(self.dtype).reshape(-1, columns.stop - columns.start, x.shape[-1])
+
+    def heads(self, x: Tensor) -> Tensor:
+        """[B * G, (H / G) * rows, ...] as [B, H, rows, ...]."""
+        rows = x.shape[1] * self.G // self.H
+        return x.view(self.B, self.H, rows, *x.shape[2:])
+
+    def groups(self, x: Tensor) -> Tensor:
+        """[B * G, columns, D] as [B, G, columns, D]."""
+        return x.view(self.B, self.G, *x.shape[1:])
+
+    def sinks(self, rows: slice) -> Tensor | None:
+        """[B * G, (H / G) * rows]"""
+        x = self.terms.sinks
+        return None if x is None else x.unsqueeze(-1).repeat(1, 1, rows.stop - rows.start).view(self.B * self.G, -1)
+
+    def scores(self, q_tile: Tensor, k_tile: Tensor, rows: slice, columns: slice) -> tuple[Tensor, Tensor | None]:
+        """([B * G, (H / G) * rows, columns] scores, the soft cap's derivative); `q_tile` carries the scale."""
+        terms, slope = self.terms, None
+        s = q_tile @ k_tile.transpose(-2, -1)
+        if terms.soft_cap:
+            s.div_(terms.soft_cap).tanh_()
+            slope = 1 - s * s
+            s.mul_(terms.soft_cap)
+        view = self.heads(s)  # [B, H, rows, columns]
+        see = self.see.cut(rows)
+        if terms.alibi_slopes is not None:
+            distance = (see.aligned.unsqueeze(-1) - torch.arange(columns.start, columns.stop)).abs()
+            view.sub_(terms.alibi_slopes[:, :, None, None] * distance.to(self.device))
+        if terms.bias is not None:
+            view.add_(_cut(terms.bias, slice(None), rows, columns))
+        self._mask(view, see, columns)
+        if terms.allowed is not None:
+            view.masked_fill_(~_cut(terms.allowed, slice(None), rows, columns), -math.inf)
+        return s, slope
+
+    def _mask(self, view: Tensor, see: Rows, columns: slice) -> None:
+        """Minus infinity into the scores [B, H, rows, columns] of unseen keys; tiles that all rows see stay."""
+        cut_right, cut_left = int(see.high[0]) < columns.stop, int(see.low[-1]) > columns.start
+        keys = torch.arange(columns.start, columns.stop)
+        if cut_right:
+            view.masked_fill_((keys >= see.high.unsqueeze(-1)).to(self.device), -math.inf)
+        if cut_left:
+            view.masked_fill_((keys < see.low.unsqueeze(-1)).to(self.device), -math.inf)
+
+    def kept(self, rows: slice, columns: slice) -> Tensor | None:
+        """Boolean, in the scores' shape: what dropout leaves, or None without it."""
+        if self.terms.seed is None:
+            return None
+        seed, heads = self.terms.seed[:, None, None], torch.arange(self.H, device=self.device)[:, None]
+        t, s = (torch.arange(x.start, x.stop, device=self.device) for x in (rows, columns))
+        q, k = keys(seed, heads, t, STEP_QUERY), keys(seed, heads, s, STEP_KEY)
+        keep = kept(q.unsqueeze(-1), k.unsqueeze(-2), self.terms.dropout)
+        return keep.view(self.B * self.G, -1, keep.shape[-1])
+
+
+def _compute_dtype(q: Tensor) -> torch.dtype:
+    return torch.promote_types(q.dtype, torch.float32)
+
+
+def _tiles(start: int, stop: int, tile: int) -> list[slice]:
+    return [slice(first, min(first + tile, stop)) for first in range(start, stop, tile)]
+
+
+def _fold(state: State, s: Tensor, v: Tensor, keep: Tensor | None) -> None:
+    """`merge` of the state with the tile's own, in place: `s` is used up."""
+    m = torch.maximum(state.m, s.amax(dim=-1))
+    reference = m.masked_fill(m == -math.inf, 0.0)
+    p = s.sub_(reference.unsqueeze(-1)).exp_()
+    shrink = torch.exp(state.m - reference)
+    state.l.mul_(shrink).add_(p.sum(dim=-1))
+    if keep is not None:
+        p.mul_(keep)
+    state.u.mul_(shrink.unsqueeze(-1)).baddbmm_(p, v)
+    state.m.copy_(m)
