@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from flash_train.ops import reference
+from flash_train.ops.features import UNBOUNDED, Terms
 from flash_train.ops.reference import (
     State,
     finish,
@@ -15,9 +16,8 @@ from flash_train.ops.reference import (
     online_attention,
     safe_attention,
     safe_softmax,
-    tiled_attention,
-    tiled_attention_backward,
 )
+from flash_train.ops.tiled import tiled_attention, tiled_attention_backward
 
 SHAPES = [(2, 6, 2, 37, 41, 24, 24), (1, 4, 4, 70, 33, 16, 9), (2, 3, 1, 1, 5, 8, 8), (1, 2, 2, 5, 1, 3, 3)]
 
@@ -35,12 +35,12 @@ def test_worked_example_of_the_docstring():
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_each_rung_equals_the_one_before(shape, causal):
-    q, k, v = tensors(*shape)
-    one = naive_attention(q, k, v, causal=causal)
-    two, lse = safe_attention(q, k, v, causal=causal)
-    three, lse_three = online_attention(q, k, v, causal=causal, segment=7)
-    four, lse_four = tiled_attention(q, k, v, causal=causal, tile=16)
-    reverse = naive_attention(q, k, v, causal=causal, reverse_keys=True)
+    (q, k, v), terms = tensors(*shape), Terms(0.3, right=0 if causal else UNBOUNDED)
+    one = naive_attention(q, k, v, terms)
+    two, lse = safe_attention(q, k, v, terms)
+    three, lse_three = online_attention(q, k, v, terms, segment=7)
+    four, lse_four = tiled_attention(q, k, v, terms, tile=16)
+    reverse = naive_attention(q, k, v, terms, reverse_keys=True)
     for other in (two, three, four, reverse):
         torch.testing.assert_close(other, one)
     torch.testing.assert_close(lse_three, lse)
@@ -50,14 +50,14 @@ def test_each_rung_equals_the_one_before(shape, causal):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_recomputed_backward_equals_autograd_through_the_definition(shape, causal):
-    q, k, v = tensors(*shape)
-    output, lse = safe_attention(q, k, v, causal=causal)
+    (q, k, v), terms = tensors(*shape), Terms(0.3, right=0 if causal else UNBOUNDED)
+    output, lse = safe_attention(q, k, v, terms)
     do, dl = torch.randn_like(output), torch.randn_like(lse)
     finite = lse.masked_fill(lse == -math.inf, 0.0)
     expected = torch.autograd.grad([output, finite], [q, k, v], [do, dl.masked_fill(lse == -math.inf, 0.0)])
     with torch.no_grad():
-        output, lse = tiled_attention(q, k, v, causal=causal, tile=16)
-        got = tiled_attention_backward(do, dl, q, k, v, output, lse, causal=causal, tile=16)
+        output, lse = tiled_attention(q, k, v, terms, tile=16)
+        got = tiled_attention_backward(do, dl, q, k, v, output, lse, terms, tile=16)[:3]
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b)
 
@@ -79,8 +79,8 @@ def test_merge_with_an_empty_state_changes_nothing_and_two_empty_ones_make_no_na
 
 def test_merged_partial_results_equal_the_whole():
     q, k, v = (x.detach() for x in tensors(2, 3, 3, 5, 11, 8, 8))
-    whole, whole_lse = safe_attention(q, k, v)
-    parts = [safe_attention(q, k[:, :, part], v[:, :, part]) for part in (slice(0, 4), slice(4, 11))]
+    whole, whole_lse = safe_attention(q, k, v, Terms(0.3))
+    parts = [safe_attention(q, k[:, :, part], v[:, :, part], Terms(0.3)) for part in (slice(0, 4), slice(4, 11))]
     output, lse = finish(merge(*(State(L, torch.ones_like(L), o) for o, L in parts)))
     torch.testing.assert_close(output, whole)
     torch.testing.assert_close(lse, whole_lse)
