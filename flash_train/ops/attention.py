@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from flash_train.ops import library
+from flash_train.ops.checks import check_device, check_flag, check_number, check_tensor
 from flash_train.ops.choice import IMPLEMENTATIONS, Choice, choose_implementation
-from flash_train.ops.features import NO_MASK, NO_SCORE, Documents, Mask, Score, Terms, flatten
+from flash_train.ops.documents import Documents
+from flash_train.ops.features import NO_MASK, NO_SCORE, Mask, Score, Terms, flatten
 from flash_train.ops.reference import default_scale, naive_attention, safe_attention
 from flash_train.ops.sdpa import sdpa_attention
 
@@ -70,6 +72,7 @@ def flash_attention(
     Raises:
         ValueError: shapes, dtypes or devices that do not fit together, numbers out of their range, or an
             implementation that does not take what is asked.
+        TypeError: an argument that is of another class than the signature says.
         RuntimeError: a third or a forward-mode derivative of this package's implementations, which have the first (in
             reverse mode, `torch.func.grad` and `vmap` included) and the second.
 
@@ -158,13 +161,21 @@ def flash_attention_packed(
         ValueError: as `flash_attention_with_lse`, and for offsets as `Documents.from_cu_seqlens`.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, x)
         if x.dim() != 3:
-            raise ValueError(f"packed {name} must be [total, heads, head size], got {list(x.shape)}")
+            raise ValueError(
+                f"packed {name} must be [total, heads, head size], got {list(x.shape)}; "
+                "a batch [B, H, T, D] goes to flash_attention"
+            )
     mask = _one_mask(causal, mask)
     if mask.documents is not None:
-        raise ValueError("packed documents come by cu_seqlens: documents must be None; or use flash_attention")
-    if cu_seqlens_q.device != q.device:
-        raise ValueError(f"cu_seqlens must lie on q's device, {q.device}, got {cu_seqlens_q.device}; move them")
+        raise ValueError(
+            f"packed documents come by cu_seqlens: documents must be None, got {type(mask.documents).__name__}; "
+            "leave it out, or use flash_attention"
+        )
+    for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        check_tensor(name, x)
+        check_device(name, x, q)
     documents = Documents.from_cu_seqlens(cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0])
     output, lse = flash_attention_with_lse(
         *(x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)),
@@ -180,10 +191,15 @@ def flash_attention_packed(
 
 
 def _one_mask(causal: bool, mask: Mask | None) -> Mask:
+    check_flag("causal", causal)
     if mask is None:
         return Mask(causal=True) if causal else NO_MASK
+    if not isinstance(mask, Mask):
+        raise TypeError(f"mask must be a Mask, got {type(mask).__name__}; a boolean tensor is Mask(allowed=...)")
     if causal and not mask.causal:
-        raise ValueError("causal=True beside a mask that is not causal; write Mask(causal=True, ...)")
+        raise ValueError(
+            "causal=True must agree with the mask, got one with causal=False; write Mask(causal=True, ...)"
+        )
     return mask
 
 
@@ -204,14 +220,20 @@ def _terms(
     _check_tensors(q, k, v)
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}")
-    if scale is not None and not (scale > 0 and math.isfinite(scale)):
-        raise ValueError(f"scale must be positive and finite, got {scale}; scale q instead")
+    if score is not None and not isinstance(score, Score):
+        raise TypeError(f"score must be a Score, got {type(score).__name__}; an additive tensor is Score(bias=...)")
+    if scale is not None:
+        check_number("scale", scale)
+        if not (scale > 0 and math.isfinite(scale)):
+            raise ValueError(f"scale must be positive and finite, got {scale}; scale q instead")
+    check_number("dropout", dropout)
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout must be in [0, 1), got {dropout}; dropping everything is a zero output")
     if output_dtype is not None and output_dtype not in DTYPES:
-        raise ValueError(f"output_dtype must be fp16, bf16, fp32 or float64, got {output_dtype}")
+        raise ValueError(f"output_dtype must be fp16, bf16, fp32 or float64, got {output_dtype}; None is the inputs'")
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
+    check_flag("deterministic", deterministic)
     return flatten(
         q, k, _one_mask(causal, mask), NO_SCORE if score is None else score,
         scale=default_scale(q) if scale is None else float(scale), dropout=dropout, output_dtype=output_dtype,
@@ -220,6 +242,7 @@ def _terms(
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Of tensors, by `_autocast`."""
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         raise ValueError(
             "q, k and v must be [B, H, T, D], [B, G, S, D] and [B, G, S, E], "
@@ -231,7 +254,9 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             "is one of them laid out as [B, T, H, D]? Then pass .transpose(1, 2)"
         )
     if k.shape[3] != q.shape[3]:
-        raise ValueError(f"q and k must have one head size D, got {q.shape[3]} and {k.shape[3]}")
+        raise ValueError(
+            f"q and k must have one head size D, got {q.shape[3]} and {k.shape[3]}; pad the smaller one with zeros"
+        )
     if 0 in (q.shape[1], k.shape[1], q.shape[3], v.shape[3]):
         raise ValueError(
             f"heads and head sizes must not be empty, got q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}; "
@@ -248,7 +273,9 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             f"got {q.dtype}, {k.dtype} and {v.dtype}; cast them with .to(dtype)"
         )
     if not q.device == k.device == v.device:
-        raise ValueError(f"q, k and v must lie on one device, got {q.device}, {k.device} and {v.device}")
+        raise ValueError(
+            f"q, k and v must lie on one device, got {q.device}, {k.device} and {v.device}; move them with .to(device)"
+        )
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -256,6 +283,8 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     Not `torch.library.register_autocast`: it fixes one dtype at registration.
     """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, x)
     device = q.device.type
     if q.is_meta or not torch.is_autocast_enabled(device):
         return q, k, v

@@ -12,91 +12,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flash_train.ops.checks import check_device, check_flag, check_number, check_tensor
+from flash_train.ops.documents import Documents
+
 ALIGNMENTS = ("bottom_right", "top_left")
 UNBOUNDED = 2**30
 """The window's reach where it has no end."""
 SEED_STEP = 0x9E3779B97F4A7C15 - 2**64
 """What document (or batch row) n adds, n times, to the dropout's seed: 2^64 over the golden ratio, as an int64."""
-
-
-@dataclass(frozen=True, eq=False)
-class Documents:
-    """Where the documents of a packed batch lie. Made once, by one of the two constructors, and used by every layer."""
-
-    bounds: Tensor
-    """[N, 4] int32: a document's first query, its last one + 1, its first key, its last one + 1."""
-    query_document: Tensor
-    """[B, T] int32: the row of `bounds` that a query belongs to; it does not fall along T."""
-    key_document: Tensor
-    """[B, S] int32, likewise."""
-
-    @classmethod
-    def from_ids(cls, ids: Tensor) -> "Documents":
-        """Documents of [B, T] sequences: each run of equal ids is one (an id that comes back later starts another).
-
-        Nothing is read on the host.
-
-        Raises:
-            ValueError: `ids` is no [B, T] tensor of integers.
-        """
-        if ids.dim() != 2 or ids.is_floating_point() or ids.is_complex():
-            raise ValueError(
-                f"documents must be [B, T] integer ids, got {list(ids.shape)} of {ids.dtype}; "
-                "for [total, H, D] tensors use flash_attention_packed"
-            )
-        B, T = ids.shape
-        changes = torch.cat([torch.ones_like(ids[:, :1], dtype=torch.bool), ids[:, 1:] != ids[:, :-1]], dim=1)
-        number = changes.flatten().cumsum(0) - 1
-        every = torch.arange(B * T, device=ids.device)
-        first, end = torch.searchsorted(number, every), torch.searchsorted(number, every, right=True)
-        row_start = torch.div((end - 1).clamp(min=0), max(T, 1), rounding_mode="floor") * T
-        first, end = first - row_start, end - row_start
-        bounds = torch.stack([first, end, first, end], dim=1).clamp(0, T).int()
-        number = number.view(B, T).int()
-        return cls(bounds, number, number)
-
-    @classmethod
-    def from_cu_seqlens(cls, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, total_q: int, total_k: int) -> "Documents":
-        """Documents of a packed batch of one: document n has queries cu_seqlens_q[n] to cu_seqlens_q[n + 1] - 1.
-
-        What lies behind the last document belongs to none: its output is 0, its gradients are 0. On a GPU nothing is
-        read on the host, and bounds that lie outside the tensors are cut to them.
-
-        Raises:
-            ValueError: the two are no [N + 1] int32 or int64 tensors of one length on one device, or, on a CPU, do not
-                rise from 0 to at most the totals.
-        """
-        for name, x, total in (("cu_seqlens_q", cu_seqlens_q, total_q), ("cu_seqlens_k", cu_seqlens_k, total_k)):
-            if x.dim() != 1 or x.shape[0] == 0 or x.dtype not in (torch.int32, torch.int64):
-                raise ValueError(
-                    f"{name} must be [N + 1] offsets, int32 or int64, got {list(x.shape)} of {x.dtype}; "
-                    "of lengths, it is torch.nn.functional.pad(lengths.cumsum(0), (1, 0))"
-                )
-            if x.device.type == "cpu" and not _rises_from_zero(x, total):
-                raise ValueError(f"{name} must rise from 0 to at most {total}, got {x.tolist()}")
-        if cu_seqlens_q.shape != cu_seqlens_k.shape or cu_seqlens_q.device != cu_seqlens_k.device:
-            raise ValueError(
-                "cu_seqlens_q and cu_seqlens_k must have one length and one device, got "
-                f"{list(cu_seqlens_q.shape)} on {cu_seqlens_q.device} and {list(cu_seqlens_k.shape)} on "
-                f"{cu_seqlens_k.device}; a document without keys (or queries) still has its entry"
-            )
-        N = cu_seqlens_q.shape[0] - 1
-        q, k = cu_seqlens_q.clamp(0, total_q), cu_seqlens_k.clamp(0, total_k)
-        bounds = torch.stack([q[:-1], q[1:], k[:-1], k[1:]], dim=1)
-        # document N: the queries behind the last one, which see nothing; document N + 1: the keys, which nobody sees
-        zero = torch.zeros_like(q[:1])
-        queries_left = torch.stack([q[-1:], zero + total_q, zero, zero], dim=1)
-        keys_left = torch.stack([zero, zero, k[-1:], zero + total_k], dim=1)
-        number_q = torch.searchsorted(q, torch.arange(total_q, device=q.device, dtype=q.dtype), right=True) - 1
-        number_k = torch.searchsorted(k, torch.arange(total_k, device=k.device, dtype=k.dtype), right=True) - 1
-        number_k = torch.where(number_k == N, N + 1, number_k)
-        return cls(
-            torch.cat([bounds, queries_left, keys_left]).int(), number_q.int().unsqueeze(0), number_k.int().unsqueeze(0)
-        )
-
-
-def _rises_from_zero(offsets: Tensor, total: int) -> bool:
-    return bool(offsets[0] == 0 and offsets[-1] <= total and (offsets[1:] >= offsets[:-1]).all())
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,16 +38,34 @@ class Mask:
     """Boolean, broadcastable to [B, H, T, S]: True where the pair takes part."""
 
     def __post_init__(self) -> None:
+        check_flag("causal", self.causal)
         if self.alignment not in ALIGNMENTS:
             raise ValueError(f"alignment must be one of {', '.join(ALIGNMENTS)}, got {self.alignment!r}")
         if self.window is not None:
-            if len(self.window) != 2:
-                raise ValueError(f"window must be (left, right), got {self.window}; None in it is unbounded")
-            for side in self.window:
-                if side is not None and not 0 <= side < UNBOUNDED:
-                    raise ValueError(f"window must hold whole numbers from 0 on, or None for no bound: {self.window}")
-        if self.allowed is not None and self.allowed.dtype != torch.bool:
-            raise ValueError(f"allowed must be boolean, got {self.allowed.dtype}; an additive mask is Score(bias=...)")
+            _check_window(self.window)
+        if self.documents is not None and not isinstance(self.documents, (Tensor, Documents)):
+            raise TypeError(
+                f"documents must be a [B, T] tensor of ids or Documents, got {type(self.documents).__name__}; "
+                "make one with torch.as_tensor"
+            )
+        if self.allowed is not None:
+            check_tensor("allowed", self.allowed)
+            if self.allowed.dtype != torch.bool:
+                raise ValueError(
+                    f"allowed must be boolean, got {self.allowed.dtype}; an additive mask is Score(bias=...)"
+                )
+
+
+def _check_window(window: object) -> None:
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise ValueError(
+            f"window must be (left, right), got {window}; None in it is unbounded, (n, 0) is the last n + 1 keys"
+        )
+    for side in window:
+        if side is not None and (isinstance(side, bool) or not isinstance(side, int) or not 0 <= side < UNBOUNDED):
+            raise ValueError(
+                f"window must hold whole numbers from 0 to {UNBOUNDED - 1}, got {window}; None in it is unbounded"
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,11 +82,18 @@ class Score:
     """[H]: one more logit a row, in the softmax's denominator alone (and so in the log-sum-exp); has a gradient."""
 
     def __post_init__(self) -> None:
-        if self.soft_cap is not None and not 0 < self.soft_cap < float("inf"):
-            raise ValueError(f"soft_cap must be positive and finite, got {self.soft_cap}; None leaves the scores alone")
+        if self.soft_cap is not None:
+            check_number("soft_cap", self.soft_cap)
+            if not 0 < self.soft_cap < float("inf"):
+                raise ValueError(
+                    f"soft_cap must be positive and finite, got {self.soft_cap}; None leaves the scores alone"
+                )
         for name in ("alibi_slopes", "bias", "sinks"):
             x = getattr(self, name)
-            if x is not None and not x.is_floating_point():
+            if x is None:
+                continue
+            check_tensor(name, x)
+            if not x.is_floating_point():
                 hint = "; a boolean mask is Mask(allowed=...)" if name == "bias" else "; cast it with .float()"
                 raise ValueError(f"{name} must be floating, got {x.dtype}{hint}")
         if self.alibi_slopes is not None and self.alibi_slopes.requires_grad:
@@ -201,7 +149,7 @@ def flatten(q: Tensor, k: Tensor, mask: Mask, score: Score, *, scale: float, dro
     left, right = (UNBOUNDED if x is None else x for x in mask.window or (None, None))
     documents = mask.documents
     if isinstance(documents, Tensor):
-        _same_device("documents", documents, q)
+        check_device("documents", documents, q)
         documents = Documents.from_ids(documents)
     if documents is not None:
         _check_documents(documents, q, S)
@@ -238,7 +186,7 @@ def _check_documents(documents: Documents, q: Tensor, S: int) -> None:
             f"documents must give each of B={B} x T={T} queries and B={B} x S={S} keys a document, got {shapes[0]} and "
             f"{shapes[1]}; where queries and keys differ in length use flash_attention_packed"
         )
-    _same_device("documents", documents.bounds, q)
+    check_device("documents", documents.bounds, q)
 
 
 def _broadcastable(name: str, x: Tensor | None, q: Tensor, S: int) -> Tensor | None:
@@ -251,7 +199,7 @@ def _broadcastable(name: str, x: Tensor | None, q: Tensor, S: int) -> Tensor | N
             f"{name} must be broadcastable to [B, H, T, S] = {list(whole)}, got {list(x.shape)}; "
             "put the missing dimensions in with unsqueeze or [:, None]"
         )
-    _same_device(name, x, q)
+    check_device(name, x, q)
     return x[(None,) * (4 - x.dim())] if x.dim() < 4 else x
 
 
@@ -260,14 +208,12 @@ def _per_head(name: str, x: Tensor | None, q: Tensor) -> Tensor | None:
     if x is None:
         return None
     if x.dim() != 1 or x.shape[0] != q.shape[1]:
-        raise ValueError(f"{name} must be [H] = [{q.shape[1]}], one number a query head, got {list(x.shape)}")
-    _same_device(name, x, q)
+        raise ValueError(
+            f"{name} must be [H] = [{q.shape[1]}], one number a query head, got {list(x.shape)}; "
+            f"one for all heads is x.expand({q.shape[1]})"
+        )
+    check_device(name, x, q)
     return x.to(torch.promote_types(q.dtype, torch.float32)).expand(q.shape[0], -1)
-
-
-def _same_device(name: str, x: Tensor, q: Tensor) -> None:
-    if x.device != q.device:
-        raise ValueError(f"{name} must lie on q's device, {q.device}, got {x.device}; move it with .to(q.device)")
 
 
 class Rows(NamedTuple):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from flash_train.ops import reference
+from flash_train.ops.checks import check_tensor
 from flash_train.ops.reference import State, finish
 
 
@@ -24,15 +25,25 @@ def merge(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Te
         (output [..., E] in the parts' dtype, log-sum-exp [...]).
 
     Raises:
-        ValueError: no parts, as many outputs as lses not, or shapes that differ.
+        ValueError: no parts, not as many outputs as lses, or shapes, dtypes or devices that differ.
     """
     if len(outputs) == 0 or len(outputs) != len(lses):
-        raise ValueError(f"merge needs an lse for each of at least one output, got {len(outputs)} and {len(lses)}")
+        raise ValueError(
+            f"merge needs an lse for each of at least one output, got {len(lses)} lses and {len(outputs)} outputs; "
+            "flash_attention_with_lse returns one of each"
+        )
     for output, lse in zip(outputs, lses, strict=True):
+        check_tensor("each output", output)
+        check_tensor("each lse", lse)
         if output.shape != outputs[0].shape or lse.shape != output.shape[:-1]:
             raise ValueError(
                 f"merge needs outputs [..., E] of one shape and lses [...], got {list(output.shape)} and "
                 f"{list(lse.shape)} beside {list(outputs[0].shape)}; pad rows that a part lacks with 0 and -inf"
+            )
+        if output.dtype != outputs[0].dtype or not output.device == lse.device == outputs[0].device:
+            raise ValueError(
+                f"merge needs outputs of one dtype, and all on one device, got {output.dtype} on {output.device} and "
+                f"an lse on {lse.device} beside {outputs[0].dtype} on {outputs[0].device}; cast or move them with .to"
             )
     parts = [State(lse, (lse > -math.inf).to(lse.dtype), output) for output, lse in zip(outputs, lses, strict=True)]
     state = parts[0]

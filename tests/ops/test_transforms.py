@@ -7,7 +7,8 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils import _pytree
 
-from flash_train.ops.attention import flash_attention, flash_attention_with_lse
+from flash_train.ops.attention import Score, flash_attention, flash_attention_with_lse
+from tests.ops.tensors import qkv
 
 
 def tensors() -> list[torch.Tensor]:
@@ -40,12 +41,60 @@ def test_transforms_of_torch_func_give_what_they_give_of_the_definition(transfor
         torch.testing.assert_close(ours, expected)
 
 
-def test_a_second_derivative_is_refused_though_the_first_enters_the_same_sum():
+ALL = Score(soft_cap=2.0, bias=torch.randn(6, 1, 11, dtype=torch.float64), sinks=torch.randn(6, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("features", [Score(), ALL], ids=["plain", "scores"])
+def test_second_derivatives_are_the_definitions(features):
+    leaves = qkv(B=1, T=3, S=11, D=2)
+    if features is ALL:
+        leaves += [x.clone().requires_grad_() for x in (ALL.bias, ALL.sinks)]
+
+    def second(name):
+        q, k, v, *terms = leaves
+        score = Score(features.soft_cap, None, *terms) if terms else features
+        output, lse = flash_attention_with_lse(q, k, v, causal=True, score=score, implementation=name)
+        gradients = torch.autograd.grad(output.sin().sum() + lse.sin().sum(), leaves, create_graph=True)
+        return torch.autograd.grad(sum(x.square().sum() for x in gradients), leaves)
+
+    for ours, expected in zip(second("tiled"), second("naive"), strict=True):
+        torch.testing.assert_close(ours, expected)
+
+
+def test_gradgradcheck_passes_on_output_and_log_sum_exp():
+    assert torch.autograd.gradgradcheck(
+        lambda q, k, v: flash_attention_with_lse(q, k, v, causal=True), qkv(B=1, H=2, G=1, T=2, S=3, D=2)
+    )
+
+
+def test_a_hessian_vector_product_by_torch_func_is_the_definitions():
+    q, k, v = (x.detach() for x in qkv(B=1, H=2, G=1, T=3, S=4, D=2))
+
+    def product(name):
+        gradient = torch.func.grad(lambda q: flash_attention(q, k, v, implementation=name).sin().sum())
+        return torch.func.grad(lambda q: (gradient(q) * q).sum())(q)
+
+    torch.testing.assert_close(product("tiled"), product("naive"))
+
+
+def test_the_second_derivatives_memory_is_linear_in_the_length():
+    def peak(T):
+        q = qkv(B=1, H=1, G=1, T=T, S=T, D=4, dtype=torch.float32)[0]
+        (gradient,) = torch.autograd.grad(flash_attention(q, q, q).sin().sum(), q, create_graph=True)
+        with torch.profiler.profile(profile_memory=True) as profile:
+            torch.autograd.grad(gradient.sum(), q)
+        sizes = [event.cpu_memory_usage for event in profile.events()]
+        return max(sizes)
+
+    assert peak(2048) <= 2.2 * peak(1024)
+
+
+def test_a_third_derivative_is_refused():
     q = torch.randn(1, 2, 3, 4, dtype=torch.float64, requires_grad=True)
-    loss = flash_attention(q, q, q).sum()
-    (gradient,) = torch.autograd.grad(loss, q, create_graph=True)
-    with pytest.raises(RuntimeError, match="no second derivative; use implementation='naive' or 'sdpa_math'"):
-        (loss + gradient.square().sum()).backward()
+    (first,) = torch.autograd.grad(flash_attention(q, q, q).sum(), q, create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="no third derivative; use implementation='naive' or 'sdpa_math'"):
+        second.sum().backward()
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # by torch's forward mode

@@ -1,0 +1,35 @@
+"""Small tensors for tests of behaviour; sizes are odd and distinct, so that a swapped dimension shows."""
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+
+def qkv(B=2, H=6, G=2, T=7, S=11, D=5, E=None, *, dtype=torch.float64, device="cpu", seed=0) -> list[Tensor]:
+    """q, k and v, which require gradients: [B, T, H, D] projections seen as [B, H, T, D]."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(B, T, H, D), (B, S, G, D), (B, S, G, D if E is None else E)]
+    made = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    return [x.to(device, dtype).transpose(1, 2).requires_grad_() for x in made]
+
+
+def packed(lengths_q: Sequence[int], lengths_k: Sequence[int], H=6, G=2, D=5, *, tail=0, **options) -> list[Tensor]:
+    """q, k, v [total, heads, D], cu_seqlens_q and cu_seqlens_k; `tail` rows lie behind the last document."""
+    T, S = sum(lengths_q) + tail, sum(lengths_k) + tail
+    made = [x.detach()[0].transpose(0, 1).requires_grad_() for x in qkv(1, H, G, T, S, D, **options)]
+    offsets = [torch.tensor([0, *lengths]).cumsum(0).to(made[0].device) for lengths in (lengths_q, lengths_k)]
+    return [*made, *offsets]
+
+
+def finite(x: Tensor) -> Tensor:
+    """The log-sum-exp with 0 for rows that see nothing, which can enter a loss."""
+    return x.masked_fill(x == -math.inf, 0.0)
+
+
+def outputs_and_gradients(function: Callable[..., tuple[Tensor, Tensor]], leaves: Sequence[Tensor]) -> list[Tensor]:
+    """(output, log-sum-exp) of the function of the leaves, and the leaves' gradients of a loss that uses both."""
+    output, lse = function(*leaves)
+    loss = output.sin().sum() + finite(lse).sin().sum()
+    return [output.detach(), finite(lse).detach(), *torch.autograd.grad(loss, leaves)]
