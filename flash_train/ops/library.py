@@ -147,9 +147,10 @@ def _save(ctx: Any, tensors: tuple[Tensor | None, ...], terms: Terms) -> None:
 
 def _saved(ctx: Any) -> tuple[tuple[Any, ...], Terms]:
     """(tensors, terms) as they were saved."""
-    count = len(ctx.saved_tensors) - (_TENSORS.stop - _TENSORS.start)
+    saved = ctx.saved_tensors  # once: activation checkpointing gives each of them out a single time
+    count = len(saved) - (_TENSORS.stop - _TENSORS.start)
     before, after = ctx.options
-    return ctx.saved_tensors[:count], Terms(*before, *ctx.saved_tensors[count:], *after)
+    return saved[:count], Terms(*before, *saved[count:], *after)
 
 
 def _gradients_of_terms(dbias: Tensor, dsinks: Tensor) -> tuple[Tensor | None, ...]:
