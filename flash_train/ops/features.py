@@ -94,7 +94,7 @@ class Score:
                 continue
             check_tensor(name, x)
             if not x.is_floating_point():
-                hint = "; a boolean mask is Mask(allowed=...)" if name == "bias" else "; cast it with .float()"
+                hint = "; a boolean mask is Mask(allowed=...)" if x.dtype == torch.bool else "; cast it with .float()"
                 raise ValueError(f"{name} must be floating, got {x.dtype}{hint}")
         if self.alibi_slopes is not None and self.alibi_slopes.requires_grad:
             raise ValueError("alibi_slopes has no gradient, and requires one; detach it, or learn a bias instead")
