@@ -263,11 +263,15 @@ class _Walk:
 
     def queries(self, x: Tensor, rows: slice) -> Tensor:
         """Rows of [B, H, T, D] as [B * G, (H / G) * rows, D]: a group's heads share their keys, so they are rows."""
-        return x[:, :, rows].to(self.dtype).reshape(self.B * self.G, -1, x.shape[-1])
+        return self.rows(x[:, :, rows].to(self.dtype))
+
+    def rows(self, x: Tensor) -> Tensor:
+        """[B, H, rows, ...] as [B * G, (H / G) * rows, ...]."""
+        return x.reshape(self.B * self.G, self.H // self.G * x.shape[2], x.shape[-1])
 
     def keys(self, x: Tensor, columns: slice) -> Tensor:
         """Columns of [B, G, S, D] as [B * G, columns, D]."""
-        return x[:, :, columns].to(self.dtype).reshape(-1, columns.stop - columns.start, x.shape[-1])
+        return x[:, :, columns].to(self.dtype).reshape(self.B * self.G, columns.stop - columns.start, x.shape[-1])
 
     def heads(self, x: Tensor) -> Tensor:
         """[B * G, (H / G) * rows, ...] as [B, H, rows, ...]."""
@@ -281,7 +285,9 @@ class _Walk:
     def sinks(self, rows: slice) -> Tensor | None:
         """[B * G, (H / G) * rows]"""
         x = self.terms.sinks
-        return None if x is None else x.unsqueeze(-1).repeat(1, 1, rows.stop - rows.start).view(self.B * self.G, -1)
+        if x is None:
+            return None
+        return self.rows(x[:, :, None, None].expand(-1, -1, rows.stop - rows.start, 1)).squeeze(-1)
 
     def scores(self, q_tile: Tensor, k_tile: Tensor, rows: slice, columns: slice) -> tuple[Tensor, Tensor | None]:
         """([B * G, (H / G) * rows, columns] scores, the soft cap's derivative); `q_tile` carries the scale."""
@@ -320,7 +326,7 @@ class _Walk:
         t, s = (torch.arange(x.start, x.stop, device=self.device) for x in (rows, columns))
         q, k = keys(seed, heads, t, STEP_QUERY), keys(seed, heads, s, STEP_KEY)
         keep = kept(q.unsqueeze(-1), k.unsqueeze(-2), self.terms.dropout)
-        return keep.view(self.B * self.G, -1, keep.shape[-1])
+        return self.rows(keep)
 
 
 def _compute_dtype(q: Tensor) -> torch.dtype:

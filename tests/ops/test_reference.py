@@ -18,6 +18,9 @@ from flash_train.ops.reference import (
     safe_softmax,
 )
 from flash_train.ops.tiled import tiled_attention, tiled_attention_backward
+from tests.ops.cases import LAYOUTS, Case, inputs
+from tests.ops.errors import error_norm, results
+from tests.ops.oracle import exact
 
 SHAPES = [(2, 6, 2, 37, 41, 24, 24), (1, 4, 4, 70, 33, 16, 9), (2, 3, 1, 1, 5, 8, 8), (1, 2, 2, 5, 1, 3, 3)]
 
@@ -60,6 +63,52 @@ def test_recomputed_backward_equals_autograd_through_the_definition(shape, causa
         got = tiled_attention_backward(do, dl, q, k, v, output, lse, terms, tile=16)[:3]
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b)
+
+
+ODD, SQUARE, PACKED = Case(2, 6, 2, 37, 41, 9, 7), Case(2, 6, 2, 41, 41, 9, 7), Case(1, 6, 2, 67, 71, 9, 7)
+FEATURES = {
+    "top left": ODD._replace(causal=True, alignment="top_left"),
+    "queries before the first key": Case(2, 6, 2, 41, 13, 9, 7, causal=True),
+    "window": ODD._replace(window=(3, 2)),
+    "window of one key": ODD._replace(window=(0, 0), causal=True),
+    "window without an end": ODD._replace(window=(None, 1)),
+    "causal window, top left": ODD._replace(window=(4, None), causal=True, alignment="top_left"),
+    "documents": SQUARE._replace(documents="ids", window=(5, 3)),
+    "causal documents, dropout": SQUARE._replace(documents="ids", causal=True, dropout=0.3),
+    "packed": PACKED._replace(documents="packed", causal=True),
+    "packed, everything": PACKED._replace(
+        documents="packed", window=(7, 2), soft_cap=3.0, alibi=True, bias="HTS", allowed="1TS", sinks=True, dropout=0.2
+    ),
+    "soft cap": ODD._replace(soft_cap=1.5),
+    "alibi": ODD._replace(alibi=True),
+    "alibi, top left": ODD._replace(alibi=True, alignment="top_left"),
+    "bias": ODD._replace(bias="BHTS"),
+    "bias of one row": ODD._replace(bias="H1S"),
+    "bias of one column": ODD._replace(bias="B1T1"),
+    "bias of one number": ODD._replace(bias="1"),
+    "bias with hidden pairs": ODD._replace(bias="1HTS", bias_infinite=True),
+    "allowed": ODD._replace(allowed="B1TS"),
+    "allowed, by row": ODD._replace(allowed="T1", sinks=True),
+    "sinks": ODD._replace(sinks=True),
+    "dropout": ODD._replace(dropout=0.4),
+    "everything": SQUARE._replace(
+        documents="ids", window=(9, 4), soft_cap=3.0, alibi=True, bias="BHTS", allowed="TS", sinks=True, dropout=0.2
+    ),
+    "no keys": ODD._replace(S=0, sinks=True, bias="T1"),
+    "no queries": ODD._replace(T=0, sinks=True, alibi=True),
+    "no batch": ODD._replace(B=0, bias="1HTS", dropout=0.1),
+    "only the output's gradient": ODD._replace(lse_gradient=False, bias="11T1"),
+} | {layout: ODD._replace(layout=layout, causal=True) for layout in LAYOUTS}
+
+
+@pytest.mark.parametrize("implementation", ["naive", "tiled"])
+@pytest.mark.parametrize("feature", FEATURES)
+def test_every_feature_and_its_gradients_equal_an_oracle_written_apart(feature, implementation):
+    x = inputs(FEATURES[feature], torch.float64, "cpu")
+    got, expected = results(x, implementation=implementation), exact(x).results
+    assert got.keys() == expected.keys()
+    for name, y in expected.items():
+        assert error_norm(got[name], y) <= 1e-12 * (1 + y[y.isfinite()].norm().item()), name
 
 
 def test_softmax_survives_scores_that_overflow_the_exponential():
