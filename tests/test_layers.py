@@ -16,6 +16,7 @@ MAY_IMPORT = {
     "training": {"training", "models", "modules", "ops"},
     "diagnostics": {"diagnostics"},
     "comparison": {"comparison", "diagnostics", "training", "models", "modules", "ops"},
+    "integrations": {"ops"},
     "config": set(),
     "commands": {"commands", "config", "comparison", "diagnostics", "training", "models", "modules", "ops"},
 }
@@ -57,10 +58,16 @@ def test_diagnostics_know_torch_and_lightning_only() -> None:
             assert module.split(".")[0] in known, f"{file.relative_to(PACKAGE)} imports {module}"
 
 
+def test_what_is_dropped_into_is_imported_by_its_own_file_alone() -> None:
+    for file, module in imports():
+        if module.split(".")[0] in ("transformers", "flash_attn"):
+            assert file == PACKAGE / "integrations" / "transformers.py", f"{file.relative_to(PACKAGE)} imports {module}"
+
+
 def test_importing_the_package_costs_little_beyond_torch() -> None:
     script = """
 import sys, flash_train
-for module in ("triton", "hydra", "omegaconf", "wandb", "lightning", "matplotlib", "rich"):
+for module in ("triton", "hydra", "omegaconf", "wandb", "lightning", "matplotlib", "rich", "transformers"):
     assert module not in sys.modules, module
 """
     answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
