@@ -58,9 +58,9 @@ def test_diagnostics_know_torch_and_lightning_only() -> None:
             assert module.split(".")[0] in known, f"{file.relative_to(PACKAGE)} imports {module}"
 
 
-def test_what_is_dropped_into_is_imported_by_its_own_file_alone() -> None:
+def test_transformers_is_imported_by_its_drop_in_alone() -> None:
     for file, module in imports():
-        if module.split(".")[0] in ("transformers", "flash_attn"):
+        if module.split(".")[0] == "transformers":
             assert file == PACKAGE / "integrations" / "transformers.py", f"{file.relative_to(PACKAGE)} imports {module}"
 
 
