@@ -45,7 +45,7 @@ def _errors(config: dict[str, Any], length: int) -> dict[str, float]:
         "compile": config["compile"] | {"enabled": False},
     }
     data = build_data(config)
-    batch = next(iter(data.train_dataloader()))
+    batch = {name: tensor.to(device) for name, tensor in next(iter(data.train_dataloader())).items()}
 
     def make_model(implementation: str) -> torch.nn.Module:
         arm = config | {"attention": {"implementation": implementation}}
@@ -53,10 +53,11 @@ def _errors(config: dict[str, Any], length: int) -> dict[str, float]:
 
     return gradient_errors(
         make_model,
-        batch["inputs"].to(device),
-        batch["targets"].to(device),
+        batch["inputs"],
+        batch["targets"],
         implementations=config["arms"],
         precision=config["precision"]["lightning"],
+        documents=batch.get("documents"),
     )
 
 

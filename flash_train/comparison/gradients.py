@@ -29,6 +29,7 @@ def gradient_errors(
     *,
     implementations: Sequence[str],
     precision: str,
+    documents: Tensor | None = None,
 ) -> dict[str, float]:
     """The relative L2 error, over all parameters, of the gradient of the mean cross-entropy.
 
@@ -40,22 +41,25 @@ def gradient_errors(
         inputs: tokens [B, T] int64, on the device to compute on.
         targets: tokens [B, T] int64; -100 is left out.
         precision: one of Lightning's names, as in conf/precision.
+        documents: ids [B, T] on the same device, the model's second argument where there are any.
 
     Raises:
         ValueError: `precision` is not known here.
     """
     if precision not in _PRECISIONS:
         raise ValueError(f"precision must be one of {', '.join(_PRECISIONS)} to be checked, got {precision!r}")
-    truth = _gradient(make_model("tiled"), inputs, targets, precision="64-true")
+    truth = _gradient(make_model("tiled"), inputs, targets, documents, precision="64-true")
     norm = _norm(truth)
     errors = {}
     for name in implementations:
-        gradient = _gradient(make_model(name), inputs, targets, precision=precision)
+        gradient = _gradient(make_model(name), inputs, targets, documents, precision=precision)
         errors[name] = _norm([one - other for one, other in zip(gradient, truth, strict=True)]) / norm
     return errors
 
 
-def _gradient(model: nn.Module, inputs: Tensor, targets: Tensor, *, precision: str) -> list[Tensor]:
+def _gradient(
+    model: nn.Module, inputs: Tensor, targets: Tensor, documents: Tensor | None, *, precision: str
+) -> list[Tensor]:
     """The gradient of each parameter, in float64. Dropout is off: its masks differ from one precision to another."""
     weights, autocast = _PRECISIONS[precision]
     scale = _FP16_LOSS_SCALE if torch.float16 in (weights, autocast) else 1.0
@@ -64,7 +68,7 @@ def _gradient(model: nn.Module, inputs: Tensor, targets: Tensor, *, precision: s
     if autocast is not None:
         context = torch.autocast(inputs.device.type, autocast)
     with context:
-        logits = model(inputs).flatten(0, 1)
+        logits = (model(inputs) if documents is None else model(inputs, documents)).flatten(0, 1)
         reduced_in = torch.promote_types(logits.dtype, torch.float32)
         loss = functional.cross_entropy(logits.to(reduced_in), targets.flatten())
     gradients = torch.autograd.grad(loss * scale, list(model.parameters()))

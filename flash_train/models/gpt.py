@@ -1,5 +1,7 @@
 """A GPT: GPT-2 or a Llama-like model, by its arguments."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -14,8 +16,9 @@ from flash_train.modules.checks import check_choice, check_positive
 from flash_train.modules.feed_forward import make_feed_forward
 from flash_train.modules.norm import make_norm
 from flash_train.modules.rotary import RotaryEmbedding
+from flash_train.ops.features import Documents
 
-POSITIONS = ("learned", "rotary")
+POSITIONS = ("learned", "rotary", "alibi")
 CHECKPOINTING = ("none", "block")
 
 
@@ -30,13 +33,19 @@ class GPT(nn.Module):
         context_length: the longest sequence that it takes.
         width, depth, heads: C, the number of blocks, and H, a divisor of C.
         kv_heads: G, a divisor of H (default H).
-        positions: ``"learned"`` or ``"rotary"`` (which needs an even head size).
+        positions: ``"learned"``, ``"rotary"`` (which needs an even head size) or ``"alibi"``.
+        window: the number of positions before its own that a position sees, in every layer; or a list of such numbers
+            and None (all of them), repeated over the depth: ``[127, None]`` is gpt-oss's, whose ``sliding_window`` of
+            128 counts the position itself.
+        soft_cap: of the attention scores (50 in Gemma 2).
+        sinks: whether each head learns an attention sink.
         norm: ``"layer"`` or ``"rms"``.
         feed_forward: ``"gelu"`` or ``"swiglu"``; ``hidden_size`` is its inner width (default 4 C, or 8/3 C).
         qk_norm: normalize queries and keys.
         tied_embeddings: whether the output head is the token embedding.
         bias: whether linear layers and LayerNorms have biases.
         dropout: of the embeddings and of each residual branch.
+        attention_dropout: of the attention's probabilities.
         implementation: of attention, a name from ``flash_train.ops.attention.IMPLEMENTATIONS``.
         checkpointing: ``"block"`` stores only the input of each block and computes it again in the backward.
 
@@ -55,6 +64,9 @@ class GPT(nn.Module):
         heads: int,
         kv_heads: int | None = None,
         positions: str = "learned",
+        window: int | Sequence[int | None] | None = None,
+        soft_cap: float | None = None,
+        sinks: bool = False,
         norm: str = "layer",
         feed_forward: str = "gelu",
         hidden_size: int | None = None,
@@ -62,6 +74,7 @@ class GPT(nn.Module):
         tied_embeddings: bool = True,
         bias: bool = False,
         dropout: float = 0.0,
+        attention_dropout: float = 0.0,
         implementation: str = "flash",
         checkpointing: str = "none",
     ) -> None:
@@ -74,6 +87,7 @@ class GPT(nn.Module):
         self.context_length = context_length
         self.width = width
         self.depth = depth
+        self.windows = windows_by_layer(window, depth)
         self.implementation = implementation
         self.checkpointing = checkpointing
 
@@ -88,10 +102,15 @@ class GPT(nn.Module):
                     width,
                     heads,
                     kv_heads=kv_heads,
+                    window=None if layer_window is None else (layer_window, 0),
                     rotary=rotary,
+                    alibi=positions == "alibi",
                     qk_norm=qk_norm,
+                    soft_cap=soft_cap,
+                    sinks=sinks,
                     bias=bias,
                     dropout=dropout,
+                    attention_dropout=attention_dropout,
                     implementation=implementation,
                 ),
                 make_feed_forward(feed_forward, width, hidden_size=hidden_size, bias=bias, dropout=dropout),
@@ -99,7 +118,7 @@ class GPT(nn.Module):
                 norm=norm,
                 bias=bias,
             )
-            for _ in range(depth)
+            for layer_window in self.windows
         )
         self.final_norm = make_norm(norm, width, bias=bias)
         # A tied head is no module of its own: two modules that share a weight are parted by to_empty().
@@ -110,10 +129,14 @@ class GPT(nn.Module):
         """Draw all weights anew, in place (see ``initialize``)."""
         initialize(self, depth=self.depth)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, documents: Tensor | Documents | None = None) -> Tensor:
         """The logits ``[B, T, V]`` of the token that follows each of ``tokens`` ``[B, T]`` (int64).
 
-        Raises ``ValueError`` unless T is at most ``context_length``.
+        ``documents`` are integer ids ``[B, T]``: each run of equal ids is a document, whose logits are those of the
+        document alone. Learned positions begin anew in each; rotary and ALiBi ones run on through the row, which is
+        the same, for they act by differences. ``Documents``, made of such ids, will do as well.
+
+        Raises ``ValueError`` unless T is at most ``context_length`` and there is an id for each token.
         """
         if tokens.ndim != 2:
             raise ValueError(f"tokens must be [B, T], got shape {tuple(tokens.shape)}: add a batch dimension of 1")
@@ -123,24 +146,58 @@ class GPT(nn.Module):
                 f"the sequence must be no longer than context_length={self.context_length}, got {length} tokens: "
                 "shorten it, or build the model with a larger context_length"
             )
+        if documents is not None:
+            documents = _prepare(documents, tokens)  # once, for all layers
         x = self.token_embedding(tokens)
         if self.position_embedding is not None:
-            x = x + self.position_embedding.weight[:length]
+            x = x + _learned_positions(self.position_embedding, length, documents)
         x = self.embedding_dropout(x)
         for block in self.blocks:
-            x = self._run(block, x)
+            x = self._run(block, x, documents)
         weight = self.token_embedding.weight if self.head is None else self.head.weight
         return F.linear(self.final_norm(x), weight)
 
-    def _run(self, block: nn.Module, x: Tensor) -> Tensor:
+    def _run(self, block: nn.Module, x: Tensor, documents: Documents | None) -> Tensor:
         if self.checkpointing == "block" and torch.is_grad_enabled():
-            return checkpoint(block, x, use_reentrant=False)
-        return block(x)
+            return checkpoint(block, x, documents=documents, use_reentrant=False)
+        return block(x, documents=documents)
 
     def flops_per_token(self, sequence_length: int) -> int:
-        """Floating-point operations per token of a training step at T = ``sequence_length``: ``6 N + 12 L C T``."""
+        """Floating-point operations per token of a training step at T = ``sequence_length``, by ``flops.py``'s formula.
+
+        It is ``6 N + 12 L C T`` without windows.
+        """
         counts = parameter_count(self)
         parameters = sum(counts.values()) - counts.get("position embedding", 0)
         return flops_per_token(
-            parameters, depth=self.depth, attention_width=self.width, sequence_length=sequence_length
+            parameters, windows=self.windows, attention_width=self.width, sequence_length=sequence_length
         )
+
+
+def windows_by_layer(window: int | Sequence[int | None] | None, depth: int) -> list[int | None]:
+    """``window`` as the GPT takes it, spelled out for each layer; ``ValueError`` for what is no such pattern."""
+    pattern = [window] if window is None or isinstance(window, int) else list(window)
+    if not pattern or any(x is not None and (not isinstance(x, int) or x < 0) for x in pattern):
+        raise ValueError(
+            f"window must be a whole number from 0 on, None, or a list of them, got {window!r}: "
+            "[1023, None] alternates a window of 1024 positions, the own among them, with layers that see all"
+        )
+    return [pattern[layer % len(pattern)] for layer in range(depth)]
+
+
+def _prepare(documents: Tensor | Documents, tokens: Tensor) -> Documents:
+    ids = documents if isinstance(documents, Tensor) else documents.query_document
+    if ids.shape != tokens.shape or ids.device != tokens.device:
+        raise ValueError(
+            f"documents must give each of the tokens {list(tokens.shape)} on {tokens.device} an id, got "
+            f"{list(ids.shape)} on {ids.device}: make them as (tokens == separator).cumsum(1)"
+        )
+    return Documents.from_ids(documents) if isinstance(documents, Tensor) else documents
+
+
+def _learned_positions(embedding: nn.Embedding, length: int, documents: Documents | None) -> Tensor:
+    """``[T, C]``, or ``[B, T, C]`` where positions begin anew in each document."""
+    if documents is None:
+        return embedding.weight[:length]
+    first = documents.bounds[:, 0][documents.query_document.long()]
+    return embedding(torch.arange(length, device=first.device) - first)

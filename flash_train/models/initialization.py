@@ -4,6 +4,8 @@ import math
 
 from torch import nn
 
+from flash_train.modules.attention import SelfAttention
+
 # GPT-2's; about 1 / sqrt(C) at its width of 768 to 1600.
 STANDARD_DEVIATION = 0.02
 
@@ -11,7 +13,7 @@ STANDARD_DEVIATION = 0.02
 def initialize(model: nn.Module, *, depth: int) -> None:
     """Draw every weight of ``model`` anew, in place, from torch's global generator.
 
-    Matrices and embeddings come from N(0, 0.02), biases are 0 and gains 1. Modules called ``projection`` end a
+    Matrices, embeddings and sinks come from N(0, 0.02), biases are 0 and gains 1. Modules called ``projection`` end a
     residual branch; their deviation is divided by ``sqrt(2 depth)``, because the stream adds up two branches a layer
     (Radford et al., 2019, section 2.3). The draws do not depend on the attention implementation, so that one seed
     gives every arm of a comparison the same weights.
@@ -23,5 +25,5 @@ def initialize(model: nn.Module, *, depth: int) -> None:
             nn.init.normal_(module.weight, std=deviation)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
-        elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
+        elif isinstance(module, nn.LayerNorm | nn.RMSNorm | SelfAttention):
             module.reset_parameters()

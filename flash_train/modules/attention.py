@@ -1,18 +1,26 @@
 """Self-attention as a module that fits into any model."""
 
+from collections.abc import Callable, Sequence
+
+import torch
 from torch import Tensor, nn
 
+from flash_train.modules.alibi import alibi_slopes
 from flash_train.modules.checks import check_choice, check_positive
 from flash_train.modules.norm import Norm, make_norm
 from flash_train.modules.rotary import RotaryEmbedding
 from flash_train.ops.attention import IMPLEMENTATIONS, flash_attention
+from flash_train.ops.features import Documents, Mask, Score
+
+SINK_DEVIATION = 0.02  # transformers' gpt-oss, at its default initializer_range
 
 
 class SelfAttention(nn.Module):
     """Multi-head self-attention with grouped key/value heads: ``[B, T, C]`` to ``[B, T, C]``.
 
     Queries, keys and values come from one fused projection and reach the op as views; nothing is copied on the way in
-    or out, except by QK-norm and rotation, which make new values anyway.
+    or out, except by QK-norm and rotation, which make new values anyway. What the model is has its place among the
+    arguments here, what differs from batch to batch among those of the call.
 
     Arguments:
         width: C, the size of the last dimension of input and output.
@@ -20,14 +28,27 @@ class SelfAttention(nn.Module):
         kv_heads: G, the number of key/value heads, a divisor of H (default H: every query head has its own).
         head_size: D (default C / H, which must then be a whole number).
         causal: whether a position sees only itself and the positions before it.
+        window: (left, right): a position sees at most ``left`` positions before and ``right`` after its own; None in
+            it is unbounded. With ``causal``, right is 0 whatever it says.
         rotary: turns queries and keys; share one instance among the layers of a model.
+        alibi: True for the slopes of ``alibi_slopes``, or the slopes themselves, H numbers: each times the distance is
+            taken from the scores. They are not learned and no part of the state dict.
         qk_norm: RMS-normalize each head's queries and keys, with learned gains, before the rotation.
+        scale: of the scores (default 1 / sqrt(D)).
+        soft_cap: the scores become ``soft_cap * tanh(score / soft_cap)`` (Gemma 2).
+        sinks: whether each head has one more logit, learned, in the softmax's denominator alone (gpt-oss): the
+            parameter ``sinks`` [H], drawn from N(0, 0.02) as transformers draws gpt-oss's.
         bias: whether the two projections have biases.
-        dropout: probability of dropping an element of the output (residual dropout).
-        implementation: a name from ``flash_train.ops.attention.IMPLEMENTATIONS``.
+        dropout: probability of dropping an element of the output (residual dropout), in training only.
+        attention_dropout: probability of dropping a softmax probability, likewise.
+        deterministic: as ``flash_attention`` has it; None follows torch's own switch.
+        implementation: a name from ``flash_train.ops.attention.IMPLEMENTATIONS``. The ``"sdpa"`` ones refuse, when
+            they are called, what torch's function lacks.
 
-    Raises ``ValueError`` for sizes that do not divide and for an unknown implementation.
+    Raises ``ValueError`` for sizes that do not divide, numbers out of range and an unknown implementation.
     """
+
+    alibi_slopes: Tensor | None
 
     def __init__(
         self,
@@ -37,14 +58,22 @@ class SelfAttention(nn.Module):
         kv_heads: int | None = None,
         head_size: int | None = None,
         causal: bool = True,
+        window: tuple[int | None, int | None] | None = None,
         rotary: RotaryEmbedding | None = None,
+        alibi: bool | Sequence[float] | Tensor = False,
         qk_norm: bool = False,
+        scale: float | None = None,
+        soft_cap: float | None = None,
+        sinks: bool = False,
         bias: bool = False,
         dropout: float = 0.0,
+        attention_dropout: float = 0.0,
+        deterministic: bool | None = None,
         implementation: str = "flash",
     ) -> None:
         super().__init__()
         check_choice("implementation", implementation, IMPLEMENTATIONS)
+        check_features(window, soft_cap, attention_dropout)
         self.heads, self.kv_heads, self.head_size = resolve_heads(width, heads, kv_heads, head_size)
         if rotary is not None and rotary.head_size != self.head_size:
             raise ValueError(
@@ -53,6 +82,11 @@ class SelfAttention(nn.Module):
             )
         self.width = width
         self.causal = causal
+        self.window = window
+        self.scale = scale
+        self.soft_cap = soft_cap
+        self.attention_dropout = attention_dropout
+        self.deterministic = deterministic
         self.implementation = implementation
         self.rotary = rotary
         self.qkv = nn.Linear(width, (self.heads + 2 * self.kv_heads) * self.head_size, bias=bias)
@@ -60,11 +94,46 @@ class SelfAttention(nn.Module):
         self.key_norm = make_norm("rms", self.head_size) if qk_norm else None
         self.projection = nn.Linear(self.heads * self.head_size, width, bias=bias)
         self.dropout = nn.Dropout(dropout)
+        self._slopes = resolve_slopes(alibi, self.heads)
+        slopes = None if self._slopes is None else torch.empty(self.heads, dtype=torch.float32)
+        self.register_buffer("alibi_slopes", slopes, persistent=False)
+        self._fill_slopes()
+        self.sinks = nn.Parameter(torch.empty(self.heads)) if sinks else None
+        self.reset_parameters()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def reset_parameters(self) -> None:
+        """Draw the sinks anew, in place; the projections are modules of their own."""
+        if self.sinks is not None:
+            nn.init.normal_(self.sinks, std=SINK_DEVIATION)
+
+    def _fill_slopes(self) -> None:
+        if self.alibi_slopes is not None:
+            dtype = torch.promote_types(self.alibi_slopes.dtype, torch.float32)
+            self.alibi_slopes = torch.tensor(self._slopes, dtype=dtype, device=self.alibi_slopes.device)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "SelfAttention":
+        # module.to(bfloat16) would round the slopes, and to_empty() leaves them unset, so they are made anew.
+        super()._apply(fn, recurse)
+        self._fill_slopes()
+        return self
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        documents: Tensor | Documents | None = None,
+        allowed: Tensor | None = None,
+        bias: Tensor | None = None,
+    ) -> Tensor:
         """Attend within each row of ``x`` ``[B, T, C]``; the result is ``[B, T, C]``, of the projections' dtype.
 
-        Raises ``ValueError`` for another number of dimensions or another C.
+        Arguments:
+            documents: integer ids ``[B, T]``, or ``Documents`` made of them once for all layers: a position sees
+                only its own run of equal ids. Rotary positions run on through the row, for they act by differences.
+            allowed: boolean, broadcastable to ``[B, H, T, T]``: True where a query may see a key.
+            bias: floating, broadcastable to ``[B, H, T, T]``, added to the scores; it has a gradient.
+
+        Raises ``ValueError`` for another number of dimensions or another C, and as ``flash_attention`` does.
         """
         if x.ndim != 3 or x.shape[-1] != self.width:
             raise ValueError(
@@ -75,7 +144,17 @@ class SelfAttention(nn.Module):
         q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
         q = self._normalize_and_turn(q, self.query_norm)
         k = self._normalize_and_turn(k, self.key_norm)
-        attended = flash_attention(q, k, v, causal=self.causal, implementation=self.implementation)
+        attended = flash_attention(
+            q,
+            k,
+            v,
+            mask=Mask(self.causal, self.window, documents=documents, allowed=allowed),
+            score=Score(self.soft_cap, self.alibi_slopes, bias, self.sinks),
+            scale=self.scale,
+            dropout=self.attention_dropout if self.training else 0.0,
+            deterministic=self.deterministic,
+            implementation=self.implementation,
+        )
         return self.dropout(self.projection(attended.transpose(1, 2).flatten(2)))
 
     def _normalize_and_turn(self, x: Tensor, norm: Norm | None) -> Tensor:
@@ -89,7 +168,36 @@ class SelfAttention(nn.Module):
 
     def extra_repr(self) -> str:
         sizes = f"heads={self.heads}, kv_heads={self.kv_heads}, head_size={self.head_size}"
-        return f"{sizes}, causal={self.causal}, implementation={self.implementation!r}"
+        features = {
+            "window": self.window,
+            "alibi": self.alibi_slopes is not None or None,
+            "scale": self.scale,
+            "soft_cap": self.soft_cap,
+            "sinks": self.sinks is not None or None,
+            "attention_dropout": self.attention_dropout or None,
+        }
+        chosen = "".join(f", {name}={value}" for name, value in features.items() if value is not None)
+        return f"{sizes}, causal={self.causal}{chosen}, implementation={self.implementation!r}"
+
+
+def check_features(
+    window: tuple[int | None, int | None] | None, soft_cap: float | None, attention_dropout: float
+) -> None:
+    """``ValueError`` for what the first call would refuse."""
+    Mask(window=window)
+    Score(soft_cap=soft_cap)
+    if not 0 <= attention_dropout < 1:
+        raise ValueError(f"attention_dropout must be in [0, 1), got {attention_dropout}: 0 drops nothing")
+
+
+def resolve_slopes(alibi: bool | Sequence[float] | Tensor, heads: int) -> list[float] | None:
+    """The slopes that ``alibi`` stands for, None for none; ``ValueError`` unless there is one for each head."""
+    if isinstance(alibi, bool):
+        return alibi_slopes(heads) if alibi else None
+    slopes = [float(slope) for slope in alibi]
+    if len(slopes) != heads:
+        raise ValueError(f"alibi must have one slope a head, got {len(slopes)} for heads={heads}: True makes them")
+    return slopes
 
 
 def resolve_heads(width: int, heads: int, kv_heads: int | None, head_size: int | None) -> tuple[int, int, int]:

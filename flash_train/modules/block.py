@@ -3,13 +3,14 @@
 from torch import Tensor, nn
 
 from flash_train.modules.norm import make_norm
+from flash_train.ops.features import Documents
 
 
 class Block(nn.Module):
     """``x + attention(norm(x))``, then ``x + feed_forward(norm(x))``; ``[B, T, C]`` to ``[B, T, C]``.
 
     ``attention`` and ``feed_forward`` are modules from ``[B, T, C]`` to ``[B, T, C]`` that do their own residual
-    dropout; ``norm`` and ``bias`` are those of ``make_norm``.
+    dropout; ``norm`` and ``bias`` are those of ``make_norm``. Only with documents must ``attention`` know the word.
     """
 
     def __init__(
@@ -21,7 +22,8 @@ class Block(nn.Module):
         self.feed_forward_norm = make_norm(norm, width, bias=bias)
         self.feed_forward = feed_forward
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Run the block on ``x`` ``[B, T, C]``."""
-        x = x + self.attention(self.attention_norm(x))
+    def forward(self, x: Tensor, *, documents: Tensor | Documents | None = None) -> Tensor:
+        """Run the block on ``x`` ``[B, T, C]``; ``documents`` are those of ``SelfAttention``."""
+        normed = self.attention_norm(x)
+        x = x + (self.attention(normed) if documents is None else self.attention(normed, documents=documents))
         return x + self.feed_forward(self.feed_forward_norm(x))

@@ -22,7 +22,8 @@ Batch = Mapping[str, Tensor]
 class LanguageModel(LightningModule):
     """Next-token training of any module that maps tokens [B, T] (int64) to logits [B, T, V].
 
-    A batch is {"inputs": [B, T] int64, "targets": [B, T] int64}; a target of -100 is left out. The loss is the mean
+    A batch is {"inputs": [B, T] int64, "targets": [B, T] int64}; a target of -100 is left out. Where a batch has
+    "documents" too, [B, T] integer ids, the module gets them as its second argument. The loss is the mean
     cross-entropy in nats per token, reduced in fp32 at every precision.
 
     Logged, once per optimizer step and on log steps only: `train/loss` (mean of the step's micro-batches and of the
@@ -78,9 +79,9 @@ class LanguageModel(LightningModule):
             # In place: wrapping the module in torch.compile would put `_orig_mod.` into every name of the checkpoint.
             model.compile(mode=compile_mode)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Logits [B, T, V] of tokens [B, T] int64."""
-        return self.model(tokens)
+    def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
+        """Logits [B, T, V] of tokens [B, T] int64, in `documents` [B, T] that do not see each other."""
+        return self.model(tokens) if documents is None else self.model(tokens, documents)
 
     def on_train_start(self) -> None:
         self._losses = []
@@ -141,7 +142,7 @@ class LanguageModel(LightningModule):
         self.tokens_seen = checkpoint["tokens_seen"]
 
     def _cross_entropy(self, batch: Batch, reduction: str) -> Tensor:
-        logits = self(batch["inputs"])
+        logits = self(batch["inputs"], batch.get("documents"))
         # What autocast does by itself; a model whose weights are bf16 would reduce over V in bf16.
         return functional.cross_entropy(logits.flatten(0, 1).float(), batch["targets"].flatten(), reduction=reduction)
 

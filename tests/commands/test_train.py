@@ -42,6 +42,16 @@ def test_a_run_leaves_its_configuration_and_what_it_measured(command: Command, t
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000002.ckpt"]
 
 
+def test_packed_documents_windows_and_every_attention_feature_are_a_matter_of_overrides(
+    command: Command, tmp_path: Path
+) -> None:
+    features = ("model.positions=alibi", "model.window=[5,null]", "model.soft_cap=30", "model.sinks=true")
+    packing = ("model.attention_dropout=0.1", "data.separate_documents=true", "checkpointing=block")
+    answer = command(main, *SHORT, *features, *packing)
+    assert answer.code == 0, answer.err
+    assert result(tmp_path / "run")["data"]["separate_documents"] is True
+
+
 def test_a_refused_run_still_leaves_a_result(command: Command, tmp_path: Path) -> None:
     command(main, *SHORT, "optimizer.lr=-1")
     found = result(tmp_path / "run")

@@ -28,6 +28,23 @@ def test_every_arm_is_as_exact_as_naive_in_the_precision_of_the_run(precision: s
     assert all(error <= 2 * errors["naive"] for error in errors.values())
 
 
+def test_documents_reach_every_arm_and_the_truth():
+    documents = torch.tensor([4, 9]).repeat_interleave(torch.tensor([20, T - 20])).expand(2, T)
+    arms = ("naive", "flash")
+    packed = gradient_errors(make_model, *batch(), implementations=arms, precision="32-true", documents=documents)
+    assert 0 < packed["flash"] <= 2 * packed["naive"] < 1e-5
+
+    def forgetful(implementation: str) -> nn.Module:
+        model = make_model(implementation)
+        if implementation == "flash":
+            forward = model.forward
+            model.forward = lambda tokens, documents=None: forward(tokens)
+        return model
+
+    errors = gradient_errors(forgetful, *batch(), implementations=arms, precision="32-true", documents=documents)
+    assert errors["flash"] > 100 * errors["naive"]
+
+
 def test_the_check_can_fail():
     class Slightly(nn.Module):
         def __init__(self, model: GPT) -> None:

@@ -8,13 +8,18 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from flash_train.models.gpt import GPT
 from flash_train.modules.attention import SelfAttention
+from flash_train.ops.features import Documents
 
 BATCH, LENGTH, VOCABULARY, WIDTH, DEPTH, HEADS, KV_HEADS = 2, 37, 59, 48, 3, 6, 2
 ON_CPU = ("flash", "tiled", "sdpa", "sdpa_math", "naive_reversed")
 GPT2: dict = {"vocabulary_size": VOCABULARY, "context_length": 41, "width": WIDTH, "depth": DEPTH, "heads": HEADS}
 LLAMA: dict = GPT2 | {"kv_heads": KV_HEADS, "positions": "rotary", "norm": "rms", "feed_forward": "swiglu"}
 EVERYTHING: dict = LLAMA | {"qk_norm": True, "tied_embeddings": False, "bias": True, "hidden_size": 70}
-KINDS = pytest.mark.parametrize("arguments", [GPT2, LLAMA, EVERYTHING], ids=["gpt2", "llama", "everything"])
+FEATURED: dict = EVERYTHING | {"positions": "alibi", "window": [9, None], "soft_cap": 7.0, "sinks": True}
+KINDS = pytest.mark.parametrize(
+    "arguments", [GPT2, LLAMA, EVERYTHING, FEATURED], ids=["gpt2", "llama", "everything", "featured"]
+)
+KINDS_OF_SDPA = pytest.mark.parametrize("arguments", [GPT2, LLAMA, EVERYTHING], ids=["gpt2", "llama", "everything"])
 
 
 def build(arguments: dict) -> GPT:
@@ -34,9 +39,15 @@ def make_tokens(length: int = LENGTH) -> Tensor:
     return torch.randint(VOCABULARY, (BATCH, length), generator=torch.Generator().manual_seed(1))
 
 
-def loss_and_gradients(model: GPT) -> list[Tensor]:
-    tokens = make_tokens()
-    loss = F.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+def make_documents(tokens: Tensor) -> Tensor:
+    """Ids of runs that begin at every seventh token or so: of several lengths, 1 among them."""
+    return (tokens % 7 == 0).cumsum(1)
+
+
+def loss_and_gradients(model: GPT, *, packed: bool = False, length: int = LENGTH) -> list[Tensor]:
+    tokens = make_tokens(length)
+    logits = model(tokens, make_documents(tokens) if packed else None)
+    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
     parameters = list(model.parameters())
     return [loss.detach(), *torch.autograd.grad(loss, parameters)]
 
@@ -46,7 +57,7 @@ def error(values: list[Tensor], exact: list[Tensor]) -> float:
     return max(((a.double() - b).norm() / b.norm()).item() for a, b in zip(values, exact, strict=True))
 
 
-@KINDS
+@KINDS_OF_SDPA
 @pytest.mark.parametrize("implementation", ON_CPU)
 def test_implementations_agree_in_loss_and_gradients_within_what_naive_loses(
     arguments: dict, implementation: str
@@ -55,6 +66,44 @@ def test_implementations_agree_in_loss_and_gradients_within_what_naive_loses(
     naive = loss_and_gradients(make(arguments | {"implementation": "naive"}))
     ours = loss_and_gradients(make(arguments | {"implementation": implementation}))
     assert error(ours, exact) <= 2 * error(naive, exact) < 1e-4
+
+
+@pytest.mark.parametrize("implementation", ["flash", "tiled", "naive_reversed"])
+@pytest.mark.parametrize("arguments", [GPT2, FEATURED], ids=["gpt2", "featured"])
+def test_implementations_agree_on_what_sdpa_refuses(arguments: dict, implementation: str) -> None:
+    exact = loss_and_gradients(make(arguments | {"implementation": "naive"}).double(), packed=True)
+    naive = loss_and_gradients(make(arguments | {"implementation": "naive"}), packed=True)
+    ours = loss_and_gradients(make(arguments | {"implementation": implementation}), packed=True)
+    assert error(ours, exact) <= 2 * error(naive, exact) < 1e-4
+    with pytest.raises(ValueError, match="'sdpa' does not take .*; use 'flash' or 'naive'"):
+        loss_and_gradients(make(arguments | {"implementation": "sdpa"}), packed=True)
+
+
+@pytest.mark.parametrize("implementation", ["flash", "naive"])
+@pytest.mark.parametrize("positions", ["learned", "rotary", "alibi"])
+def test_the_logits_of_a_packed_document_are_those_of_the_document_alone(positions: str, implementation: str) -> None:
+    model = make(LLAMA | {"positions": positions, "window": [5, None], "implementation": implementation}).double()
+    tokens = make_tokens()
+    ids = make_documents(tokens)
+    packed, alone = model(tokens, ids), torch.zeros(BATCH, LENGTH, VOCABULARY, dtype=torch.float64)
+    assert ids.max() >= 4 and not torch.isclose(packed, model(tokens)).all()
+    for row in range(BATCH):
+        for document in ids[row].unique():
+            own = ids[row] == document
+            alone[row, own] = model(tokens[row : row + 1, own])[0]
+    torch.testing.assert_close(packed, alone)
+    torch.testing.assert_close(model(tokens, Documents.from_ids(ids)), packed)
+
+
+@pytest.mark.parametrize(("window", "reach"), [(4, 12), ([4, 0], 8), ([4, None], LENGTH)])
+def test_a_position_reaches_as_far_back_as_the_windows_of_the_layers_together(
+    window: int | list[int | None], reach: int
+) -> None:
+    model, tokens = make(GPT2 | {"window": window}).double(), make_tokens()
+    changed = tokens.clone()
+    changed[:, 3] = (changed[:, 3] + 1) % VOCABULARY
+    differs = ~torch.isclose(model(tokens), model(changed), rtol=0, atol=1e-12).all(dim=-1)
+    assert differs[:, 3 : 3 + reach + 1].all() and not differs[:, 3 + reach + 1 :].any()
 
 
 def test_the_comparison_of_gradients_can_fail() -> None:
@@ -69,7 +118,7 @@ def test_the_comparison_of_gradients_can_fail() -> None:
 @KINDS
 @pytest.mark.parametrize("implementation", ["naive", "flash"])
 def test_block_checkpointing_stores_less_and_changes_nothing(arguments: dict, implementation: str) -> None:
-    arguments = arguments | {"implementation": implementation, "dropout": 0.3}
+    arguments = arguments | {"implementation": implementation, "dropout": 0.3, "attention_dropout": 0.2}
     results, stored = [], []
     for checkpointing in ("none", "block"):
         model = make(arguments | {"checkpointing": checkpointing})
@@ -123,16 +172,17 @@ def test_half_precision_and_autocast_stay_near_full_precision(arguments: dict, d
     assert error([copy.deepcopy(model).to(dtype)(make_tokens())], [exact.double()]) < 8 * torch.finfo(dtype).eps
 
 
-@pytest.mark.parametrize("arguments", [GPT2, EVERYTHING | {"checkpointing": "block"}], ids=["gpt2", "everything"])
-def test_a_model_compiles_into_one_graph(arguments: dict) -> None:
+@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
+@pytest.mark.parametrize("arguments", [GPT2, FEATURED | {"checkpointing": "block"}], ids=["gpt2", "featured"])
+def test_a_model_compiles_into_one_graph(arguments: dict, packed: bool) -> None:
     torch.compiler.reset()
     model = make(arguments | {"depth": 2})
-    expected = loss_and_gradients(model)
+    expected = loss_and_gradients(model, packed=packed)
     model.compile(fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(loss_and_gradients(model), expected)
-    model(make_tokens(29)).sum().backward()  # a second length makes T symbolic
+    torch.testing.assert_close(loss_and_gradients(model, packed=packed), expected)
+    loss_and_gradients(model, packed=packed, length=29)  # a second length makes T symbolic
     with torch.compiler.set_stance("fail_on_recompile"):
-        model(make_tokens(31)).sum().backward()
+        loss_and_gradients(model, packed=packed, length=31)
 
 
 def test_tied_embeddings_are_one_parameter_and_one_entry_of_the_state_dict() -> None:
@@ -164,6 +214,13 @@ def test_flops_are_those_that_pytorch_counts(arguments: dict) -> None:
     assert counter.get_total_flops() == BATCH * LENGTH * (model.flops_per_token(LENGTH) - 6 * norms)
 
 
+def test_flops_count_as_many_keys_as_a_layer_s_window_has() -> None:
+    full, windowed = build(GPT2), build(GPT2 | {"window": [9, None]})
+    keys_less = 2 * (LENGTH - 10)  # in the first and the third of three layers
+    assert full.flops_per_token(LENGTH) - windowed.flops_per_token(LENGTH) == 12 * WIDTH * keys_less
+    assert full.flops_per_token(8) == windowed.flops_per_token(8)
+
+
 def test_flops_do_not_depend_on_the_implementation() -> None:
     assert len({build(GPT2 | {"implementation": name}).flops_per_token(37) for name in ("naive", "sdpa", "flash")}) == 1
 
@@ -174,7 +231,9 @@ def test_flops_do_not_depend_on_the_implementation() -> None:
         ({"heads": 5}, "heads must divide width, got heads=5 and width=48: choose a width of 50"),
         ({"kv_heads": 4}, "kv_heads must divide heads, got kv_heads=4 and heads=6"),
         ({"heads": 16, "positions": "rotary"}, "head_size must be even, got 3: choose another number of heads"),
-        ({"positions": "alibi"}, "positions must be one of learned, rotary, got 'alibi'"),
+        ({"positions": "sine"}, "positions must be one of learned, rotary, alibi, got 'sine'"),
+        ({"window": [9, -1]}, r"window must be a whole number .* got \[9, -1\]: \[1023, None\] alternates"),
+        ({"window": []}, r"window must be a whole number from 0 on, None, or a list of them, got \[\]"),
         ({"norm": "batch"}, "norm must be one of layer, rms, got 'batch'"),
         ({"feed_forward": "relu"}, "feed_forward must be one of gelu, swiglu, got 'relu'"),
         ({"checkpointing": "layer"}, "checkpointing must be one of none, block, got 'layer'"),
@@ -194,6 +253,11 @@ def test_arguments_that_do_not_fit_are_refused(arguments: dict, message: str) ->
 def test_a_sequence_beyond_the_context_is_refused(arguments: dict) -> None:
     with pytest.raises(ValueError, match="no longer than context_length=41, got 42 tokens: shorten it"):
         build(arguments)(make_tokens(42))
+
+
+def test_documents_of_other_tokens_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"each of the tokens \[2, 37\] on cpu an id, got \[2, 36\] on cpu: make them"):
+        build(GPT2)(make_tokens(), make_documents(make_tokens(36)))
 
 
 def test_tokens_without_a_batch_are_refused() -> None:

@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -52,8 +54,8 @@ def op_tensors(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     tensors: list[Tensor] = []
     op = attention.flash_attention
 
-    def record(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, implementation: str) -> Tensor:
-        tensors[:] = q, k, v, op(q, k, v, causal=causal, implementation=implementation)
+    def record(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        tensors[:] = q, k, v, op(q, k, v, **options)
         return tensors[-1]
 
     monkeypatch.setattr(attention, "flash_attention", record)
@@ -104,6 +106,10 @@ def test_residual_dropout_acts_in_training_alone() -> None:
         ({"heads": 6, "head_size": -1}, "head_size must be a positive integer, got -1"),
         ({"heads": 6, "implementation": "fast"}, "implementation must be one of flash, .*, got 'fast'"),
         ({"heads": 6, "rotary": RotaryEmbedding(10, 37)}, r"these have 7: build it as RotaryEmbedding\(7,"),
+        ({"heads": 6, "alibi": [0.5, 0.25]}, "alibi must have one slope a head, got 2 for heads=6: True makes them"),
+        ({"heads": 6, "attention_dropout": 1.0}, r"attention_dropout must be in \[0, 1\), got 1.0: 0 drops nothing"),
+        ({"heads": 6, "window": (-1, 0)}, "window must hold whole numbers from 0"),
+        ({"heads": 6, "soft_cap": 0.0}, "soft_cap must be positive and finite, got 0.0"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(arguments: dict, message: str) -> None:

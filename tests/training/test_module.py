@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional
 from toy_training import BATCHES_PER_EPOCH, B, RecordingLogger, T, ToyData, ToyModel, batch, language_model, trainer
 
+from flash_train.models.gpt import GPT
 from flash_train.training.module import LanguageModel
 from flash_train.training.optimizer import adamw
 
@@ -110,6 +111,19 @@ def test_validation_loss_is_the_mean_over_tokens_not_over_batches(tmp_path: Path
     assert tokens == B * T + T
     assert logged["validation/loss"] == pytest.approx(sums / tokens, rel=1e-6)
     assert logged["validation/bits_per_byte"] == pytest.approx(sums / tokens / math.log(2) / 1.5, rel=1e-6)
+
+
+def test_documents_of_a_batch_have_the_loss_that_each_has_alone() -> None:
+    torch.manual_seed(4)
+    module = language_model()
+    module.model = GPT(vocabulary_size=11, context_length=T, width=12, depth=2, heads=3)
+    whole = batch(0)
+    inputs, targets = whole["inputs"], whole["targets"]
+    ids = torch.tensor([2, 2, 2, 7, 7]).expand(B, T)
+    alone = [module.model(inputs[:, part]) for part in (slice(0, 3), slice(3, T))]
+    expected = functional.cross_entropy(torch.cat(alone, 1).flatten(0, 1), targets.flatten())
+    torch.testing.assert_close(module._cross_entropy(whole | {"documents": ids}, "mean"), expected)
+    assert not torch.isclose(module._cross_entropy(whole, "mean"), expected, rtol=1e-4)
 
 
 def test_bf16_weights_have_an_fp32_loss() -> None:

@@ -39,30 +39,37 @@ class Share:
 
 
 class TrainingRows(Dataset[Batch]):
-    """Global batches by their first row, each with inputs and targets, int64 [B, T]."""
+    """Global batches by their first row, each with inputs and targets, int64 [B, T].
 
-    def __init__(self, tokens: Tokens, order: WindowOrder, share: Share) -> None:
+    With a `separator`, a token, each has "documents" too, int64 [B, T]: every separator begins a new document, and a
+    row's first one may be the rest of one. The separator is thus the last target of one document and the first input
+    of the next: no target is to be told from another document, and every token remains a target.
+    """
+
+    def __init__(self, tokens: Tokens, order: WindowOrder, share: Share, *, separator: int | None = None) -> None:
         self.tokens = tokens
         self.order = order
         self.share = share
+        self.separator = separator
 
     def __getitem__(self, first: int) -> Batch:
         starts = self.order.starts(self.share.rows(first))
         windows = self.tokens.array[starts[:, None] + np.arange(self.order.sequence_length + 1)]
-        return _batch(windows[:, :-1], windows[:, 1:])
+        return _batch(windows[:, :-1], windows[:, 1:], self.separator)
 
 
 class ValidationRows(Dataset[Batch]):
     """The whole split in consecutive windows, each token but the first being a target exactly once.
 
     Every batch on every rank is [B, T]: what a last window or a last batch lacks has the target -100 (IGNORED), and
-    a batch may consist of it altogether.
+    a batch may consist of it altogether. `separator` is that of `TrainingRows`.
     """
 
-    def __init__(self, tokens: Tokens, *, sequence_length: int, share: Share) -> None:
+    def __init__(self, tokens: Tokens, *, sequence_length: int, share: Share, separator: int | None = None) -> None:
         self.tokens = tokens
         self.sequence_length = sequence_length
         self.share = share
+        self.separator = separator
 
     def __len__(self) -> int:
         windows = -(-(len(self.tokens) - 1) // self.sequence_length)
@@ -73,11 +80,15 @@ class ValidationRows(Dataset[Batch]):
         positions = starts[:, None] + np.arange(self.sequence_length + 1)
         last = len(self.tokens) - 1
         windows = self.tokens.array[np.minimum(positions, last)].astype(np.int64)
-        return _batch(windows[:, :-1], np.where(positions[:, 1:] <= last, windows[:, 1:], IGNORED))
+        targets = np.where(positions[:, 1:] <= last, windows[:, 1:], IGNORED)
+        return _batch(windows[:, :-1], targets, self.separator)
 
 
-def _batch(inputs: np.ndarray, targets: np.ndarray) -> Batch:
-    return {"inputs": _copy(inputs), "targets": _copy(targets)}
+def _batch(inputs: np.ndarray, targets: np.ndarray, separator: int | None) -> Batch:
+    batch = {"inputs": _copy(inputs), "targets": _copy(targets)}
+    if separator is not None:
+        batch["documents"] = (batch["inputs"] == separator).cumsum(1)
+    return batch
 
 
 def _copy(tokens: np.ndarray) -> Tensor:

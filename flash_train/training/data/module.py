@@ -12,7 +12,7 @@ from flash_train.training.data.batches import Share, TrainingBatches, TrainingRo
 from flash_train.training.data.documents import Document
 from flash_train.training.data.order import WindowOrder
 from flash_train.training.data.store import PreparedText, cache_folder, prepare
-from flash_train.training.data.tokenizers import Tokenizer
+from flash_train.training.data.tokenizers import SEPARATOR, Tokenizer
 
 # Rows whose hash tells two runs with the same data order from others, whatever their batch size.
 HASHED_ROWS = 64
@@ -24,7 +24,9 @@ class TokenData(LightningDataModule):
     A subclass says which documents there are (`documents`) and what is known of them (`source`). `batch_size` counts
     rows per device and micro-batch. The rows are a function of (text, sequence_length, seed) and their number alone:
     batch size, accumulation, ranks and workers only divide them. Training goes on without end, so that a trainer
-    needs `max_steps`. Raises ValueError in `setup` if a split is shorter than one window.
+    needs `max_steps`. With `separate_documents` a batch says which document each token belongs to ("documents", see
+    `TrainingRows`), so that none is predicted from another one; the rows stay the same, and need no padding. Raises
+    ValueError in `setup` if a split is shorter than one window, or if there is one document to be separated.
     """
 
     tokenizer_kind = "bytes"
@@ -34,6 +36,7 @@ class TokenData(LightningDataModule):
         *,
         sequence_length: int,
         batch_size: int,
+        separate_documents: bool = False,
         seed: int = 0,
         workers: int = 0,
         cache_dir: str | os.PathLike[str] | None = None,
@@ -49,6 +52,7 @@ class TokenData(LightningDataModule):
                 raise ValueError(f"{name} must be an integer from {least} on, got {value!r}; set data.{name}={least}")
         self.sequence_length = sequence_length
         self.batch_size = batch_size
+        self.separate_documents = separate_documents
         self.seed = seed
         self.workers = workers
         self.cache_dir = cache_dir
@@ -75,6 +79,11 @@ class TokenData(LightningDataModule):
         if self._text is not None:
             return
         train, validation = self.documents()
+        if self.separate_documents and not validation:
+            raise ValueError(
+                "separate_documents needs several documents, and the text is one; "
+                "give it as several files, or set data.separate_documents=false"
+            )
         folder = cache_folder(self.cache_dir)
         text = prepare(train, validation, tokenizer=self.tokenizer_kind, folder=folder)
         least = self.sequence_length + 1
@@ -120,12 +129,17 @@ class TokenData(LightningDataModule):
         # A trainer that has done nothing and loaded nothing begins, whatever another one did with this object.
         row = 0 if self._loaded_row is None and consumed == 0 else self._row()
         self._anchor_row, self._anchor_batches, self._loaded_row = row, consumed, None
-        rows = TrainingRows(self.text.train, self._order(), self._share())
+        rows = TrainingRows(self.text.train, self._order(), self._share(), separator=self._separator())
         return TrainingBatches(rows, self._next_row, self.workers, self._pin_memory())
 
     def val_dataloader(self) -> ValidationBatches:
         """The whole validation split, divided over the ranks, in batches of one shape."""
-        rows = ValidationRows(self.text.validation, sequence_length=self.sequence_length, share=self._share())
+        rows = ValidationRows(
+            self.text.validation,
+            sequence_length=self.sequence_length,
+            share=self._share(),
+            separator=self._separator(),
+        )
         return ValidationBatches(rows, self._pin_memory())
 
     def state_dict(self) -> dict[str, Any]:
@@ -155,6 +169,9 @@ class TokenData(LightningDataModule):
 
     def _order(self) -> WindowOrder:
         return WindowOrder(len(self.text.train), sequence_length=self.sequence_length, seed=self.seed)
+
+    def _separator(self) -> int | None:
+        return int(self.tokenizer.encode(SEPARATOR)[0]) if self.separate_documents else None
 
     def _share(self) -> Share:
         # Under tensor parallelism only the strategy knows which ranks share their data.
@@ -195,6 +212,7 @@ class TokenData(LightningDataModule):
             "validation_tokens": len(text.validation),
             "validation_bytes_per_token": self.bytes_per_token,
             "sequence_length": self.sequence_length,
+            "separate_documents": self.separate_documents,
             "seed": self.seed,
             "first_batches_sha256": self._first_rows_sha256(),
         }

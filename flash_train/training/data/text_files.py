@@ -28,12 +28,18 @@ class TextFiles(TokenData):
         sequence_length: int,
         batch_size: int,
         tokenizer: str = "bytes",
+        separate_documents: bool = False,
         seed: int = 0,
         workers: int = 0,
         cache_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__(
-            sequence_length=sequence_length, batch_size=batch_size, seed=seed, workers=workers, cache_dir=cache_dir
+            sequence_length=sequence_length,
+            batch_size=batch_size,
+            separate_documents=separate_documents,
+            seed=seed,
+            workers=workers,
+            cache_dir=cache_dir,
         )
         if tokenizer not in KINDS:
             raise ValueError(

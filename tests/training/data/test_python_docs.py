@@ -38,8 +38,10 @@ def test_a_missing_module_is_named_and_a_missing_library_refused(tmp_path: Path,
 
 
 def test_equal_data_orders_have_equal_hashes_whatever_the_batch_size(tmp_path: Path):
-    def first_batches(**options: int) -> str:
-        data = PythonDocs(**({"sequence_length": 65, "batch_size": 3} | options), cache_dir=tmp_path)
+    def first_batches(*, sequence_length: int = 65, batch_size: int = 3, seed: int = 0, workers: int = 0) -> str:
+        data = PythonDocs(
+            sequence_length=sequence_length, batch_size=batch_size, seed=seed, workers=workers, cache_dir=tmp_path
+        )
         data.setup()
         return data.provenance["first_batches_sha256"]
 

@@ -66,6 +66,25 @@ def test_several_files_validate_as_a_whole_wherever_they_lie(tmp_path: Path):
     assert text_files(paths[:2], tmp_path).provenance["validation_sources"], "two files leave one to validate"
 
 
+@pytest.mark.parametrize("tokenizer", ["bytes", "characters"])
+def test_separated_documents_are_the_files_that_a_row_cuts(tmp_path: Path, tokenizer: str):
+    texts = [f"{number}: a short one" for number in range(70)]
+    paths = [written(tmp_path / f"{number}.txt", text) for number, text in enumerate(texts)]
+    data = text_files(paths, tmp_path, tokenizer=tokenizer, separate_documents=True, sequence_length=53)
+    pieces = []
+    for batch in (next(iter(data.train_dataloader())), next(iter(data.val_dataloader()))):
+        for tokens, ids in zip(batch["inputs"], batch["documents"], strict=True):
+            pieces += [data.tokenizer.decode(tokens[ids == document].tolist()) for document in ids.unique()]
+    assert len(pieces) > 12 and all(any(piece.strip("\0") in text for text in texts) for piece in pieces)
+    assert {piece.removeprefix("\0") for piece in pieces} & set(texts), "some are whole"
+    assert data.provenance["separate_documents"] is True
+
+
+def test_a_single_text_has_no_documents_to_separate(tmp_path: Path):
+    with pytest.raises(ValueError, match="needs several documents, and the text is one; give it as several files"):
+        text_files(written(tmp_path / "poem.txt"), tmp_path, separate_documents=True)
+
+
 def test_globs_are_sorted_and_each_file_is_read_once(tmp_path: Path):
     for name in ("b.txt", "a.txt", "deep/c.txt", "x[1].txt", "other.md"):
         written(tmp_path / name)

@@ -32,6 +32,22 @@ def test_targets_are_inputs_shifted_by_one_in_contiguous_int64(tmp_path: Path):
     assert torch.equal(batch["inputs"], batch["inputs"][:, :1] + torch.arange(11))
 
 
+def test_a_separator_ends_one_document_as_a_target_and_begins_the_next_as_an_input(tmp_path: Path):
+    (np.arange(701, dtype=np.uint16) % 8).tofile(tmp_path / "tokens.bin")
+    tokens = Tokens(tmp_path / "tokens.bin", "uint16", 0, 701)
+    order, share = WindowOrder(701, sequence_length=19, seed=0), Share(7)
+    separated = (
+        TrainingRows(tokens, order, share, separator=5)[14],
+        ValidationRows(tokens, sequence_length=19, share=share, separator=5)[0],
+    )
+    whole = TrainingRows(tokens, order, share)[14], ValidationRows(tokens, sequence_length=19, share=share)[0]
+    for batch, plain in zip(separated, whole, strict=True):
+        assert torch.equal(batch["inputs"], plain["inputs"]) and torch.equal(batch["targets"], plain["targets"])
+        assert "documents" not in plain and batch["documents"].shape == (7, 19)
+        begins = batch["documents"].diff(dim=1) == 1
+        assert torch.equal(begins, batch["inputs"][:, 1:] == 5) and torch.equal(begins, batch["targets"][:, :-1] == 5)
+
+
 def test_batch_size_and_ranks_only_divide_the_same_rows(tmp_path: Path):
     tokens = numbered(tmp_path, 701)
     whole = torch.cat(global_batches(tokens, 12, 1, 48))
