@@ -2,9 +2,13 @@
 
 import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+"""Where the Triton kernels are tested."""
 
 
 def qkv(B=2, H=6, G=2, T=7, S=11, D=5, E=None, *, dtype=torch.float64, device="cpu", seed=0) -> list[Tensor]:
@@ -15,12 +19,21 @@ def qkv(B=2, H=6, G=2, T=7, S=11, D=5, E=None, *, dtype=torch.float64, device="c
     return [x.to(device, dtype).transpose(1, 2).requires_grad_() for x in made]
 
 
-def packed(lengths_q: Sequence[int], lengths_k: Sequence[int], H=6, G=2, D=5, *, tail=0, **options) -> list[Tensor]:
-    """q, k, v [total, heads, D], cu_seqlens_q and cu_seqlens_k; `tail` rows lie behind the last document."""
+class Packed(NamedTuple):
+    """What `flash_attention_packed` takes."""
+
+    leaves: list[Tensor]
+    """q, k and v"""
+    cu_seqlens: list[Tensor]
+    """of the queries and of the keys"""
+
+
+def packed(lengths_q: Sequence[int], lengths_k: Sequence[int], H=6, G=2, D=5, *, tail=0, **options) -> Packed:
+    """Documents of these lengths; `tail` rows lie behind the last one."""
     T, S = sum(lengths_q) + tail, sum(lengths_k) + tail
-    made = [x.detach()[0].transpose(0, 1).requires_grad_() for x in qkv(1, H, G, T, S, D, **options)]
-    offsets = [torch.tensor([0, *lengths]).cumsum(0).to(made[0].device) for lengths in (lengths_q, lengths_k)]
-    return [*made, *offsets]
+    leaves = [x.detach()[0].transpose(0, 1).requires_grad_() for x in qkv(1, H, G, T, S, D, **options)]
+    lengths = (torch.tensor(x, dtype=torch.int32, device=leaves[0].device) for x in (lengths_q, lengths_k))
+    return Packed(leaves, [torch.nn.functional.pad(x.cumsum(0), (1, 0)) for x in lengths])
 
 
 def finite(x: Tensor) -> Tensor:
@@ -28,7 +41,7 @@ def finite(x: Tensor) -> Tensor:
     return x.masked_fill(x == -math.inf, 0.0)
 
 
-def outputs_and_gradients(function: Callable[..., tuple[Tensor, Tensor]], leaves: Sequence[Tensor]) -> list[Tensor]:
+def outputs_and_gradients(function: Callable[..., Sequence[Tensor]], leaves: Sequence[Tensor]) -> list[Tensor]:
     """(output, log-sum-exp) of the function of the leaves, and the leaves' gradients of a loss that uses both."""
     output, lse = function(*leaves)
     loss = output.sin().sum() + finite(lse).sin().sum()

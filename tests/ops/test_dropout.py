@@ -12,9 +12,8 @@ from flash_train.ops.attention import Mask, flash_attention, flash_attention_pac
 from flash_train.ops.dropout import keep_mask
 from flash_train.ops.features import NO_SCORE, SEED_STEP, Terms, flatten
 from flash_train.ops.tiled import tiled_attention
-from tests.ops.tensors import outputs_and_gradients, packed, qkv
+from tests.ops.tensors import DEVICE, outputs_and_gradients, packed, qkv
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIGMAS = 4.5
 """Of a normal variable beyond which a test fails: one in 150,000, were the seeds not fixed."""
 
@@ -164,7 +163,7 @@ def test_the_log_sum_exp_knows_no_dropout_and_the_mean_is_the_undropped_output()
 
 def test_a_document_has_the_mask_of_a_batch_row_of_its_number():
     lengths = (5, 0, 8, 3)
-    q, k, v, *offsets = packed(lengths, lengths)
+    (q, k, v), offsets = packed(lengths, lengths)
     torch.manual_seed(2)
     output, _ = flash_attention_packed(q, k, v, *offsets, dropout=0.4)
     rows = [torch.zeros(4, 8, x.shape[1], 5, dtype=torch.float64) for x in (q, k, v)]
@@ -179,7 +178,7 @@ def test_a_document_has_the_mask_of_a_batch_row_of_its_number():
 
 
 def test_ids_of_one_row_have_the_mask_of_the_same_documents_packed():
-    q, k, v, *offsets = packed((5, 8, 3), (5, 8, 3))
+    (q, k, v), offsets = packed((5, 8, 3), (5, 8, 3))
     ids = torch.tensor([[4] * 5 + [1] * 8 + [4] * 3])
     torch.manual_seed(2)
     expected, _ = flash_attention_packed(q, k, v, *offsets, dropout=0.4, causal=True)

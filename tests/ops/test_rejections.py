@@ -35,8 +35,9 @@ def call(**change):
 
 
 def call_packed(**change):
+    leaves, cu_seqlens = packed([3, 4], [5, 2], dtype=torch.float32)
     names = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")
-    arguments = dict(zip(names, packed([3, 4], [5, 2], dtype=torch.float32), strict=True)) | change
+    arguments = dict(zip(names, leaves + cu_seqlens, strict=True)) | change
     return flash_attention_packed(*[arguments.pop(name) for name in names], **arguments)
 
 
