@@ -156,7 +156,7 @@ class _Rounding:
         p_noise, ds_noise = self.p * self.s_noise, self.p * dp_noise + self.ds.abs() * self.s_noise
         sink_noise = self.sink * (self.delta_noise + self.delta.abs())
         terms = self.spread(p_noise * single, ds_noise * single, sink_noise * single)
-        terms["lse"] = single * _norm(p_noise.square().sum(-1).sqrt())
+        terms["lse"] = single * _norm(1 + p_noise.square().sum(-1).sqrt())  # ln l is rounded, however near to 0
         for name, y in self.results.items():
             terms[name] = 2 * (terms[name] + single * _norm(y)) + self.stored_output().get(name, 0.0)
         return operands, terms

@@ -206,7 +206,7 @@ def sweep(chosen: list[str], device: str, implementation: str, processes: int) -
     failed: dict[str, Outcome] = {}
     passes: list[tuple[str, Task]] = [("compiled", compile_case), ("run", run_case)]
     outcomes: dict[str, Outcome] = {}
-    for verb, task in passes[0 if implementation == "triton" else 1 :]:
+    for verb, task in passes[0 if implementation == "triton" and device != "cpu" else 1 :]:
         left = [name for name in chosen if name not in failed]
         blocks = [left[start : start + TOGETHER] for start in range(0, len(left), TOGETHER)]
         begin = time.perf_counter()
