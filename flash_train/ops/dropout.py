@@ -17,8 +17,8 @@ STEP_HEAD, STEP_QUERY, STEP_KEY = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D  # xxHash's
 
 
 def threshold(dropout: float) -> int:
-    """An element is dropped where its 32 bits are below this."""
-    return min(round(dropout * 2**32), MASK_32)
+    """An element is dropped where its 31 bits are below this."""
+    return min(round(dropout * 2**31), 2**31 - 1)
 
 
 def mix(x: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ def keys(seed: Tensor, heads: Tensor, positions: Tensor, step: int) -> Tensor:
 
 def kept(query_keys: Tensor, key_keys: Tensor, dropout: float) -> Tensor:
     """Boolean: which elements stay. The shapes broadcast."""
-    return mix(query_keys ^ key_keys) >= threshold(dropout)
+    return mix(query_keys ^ key_keys) >> 1 >= threshold(dropout)
 
 
 def keep_mask(terms: Terms, H: int, T: int, S: int, rows: slice = slice(None), columns: slice = slice(None)) -> Tensor:

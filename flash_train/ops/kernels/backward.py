@@ -3,32 +3,48 @@
 Two kernels, each recomputing P = exp(S - L): one holds a tile of keys while the queries that see it pass by (dK, dV),
 one holds a tile of queries while their keys pass by (dQ). Seven products where one pass with atomic additions needs
 five, and the same bits on every run. The heads of a group are a loop inside the first kernel, so dK and dV are never
-expanded.
+expanded. The gradient of a bias is a pass of its own, made where it is asked for (`bias.py`).
 """
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from flash_train.ops.kernels.launch import block_size, choose_launch, describe, empty, near_rows, run, tile_constants
+from flash_train.ops.features import Terms
+from flash_train.ops.kernels.bias import bias_gradient
+from flash_train.ops.kernels.launch import Call, block_size, describe, empty, near_rows, run
+from flash_train.ops.kernels.scores import (
+    drop,
+    dropout_base,
+    key_keys,
+    log2_unit,
+    modify,
+    query_keys,
+    slope_of,
+)
 from flash_train.ops.kernels.tables import Launch
 from flash_train.ops.kernels.tiles import (
-    LOG2_E,
-    keys_of,
+    Numbers,
+    documents_of,
+    is_seen,
+    key_tiles,
     load_tile,
     locate,
-    locate_queries,
     multiply,
     multiply_add,
+    query_tiles,
+    row_numbers,
+    span_of,
     store_tile,
     visible_keys,
+    whole,
 )
+from flash_train.ops.tiled import sinks_gradient
 
-DELTA_ROWS = 64
-"""Rows of a program of `delta_kernel`, which reads each element once."""
+DELTA = Launch(block_t=64, block_s=0, warps=4, stages=1)
+"""`delta_kernel` reads each element once."""
 
 
 @triton.jit(do_not_specialize=["H", "T"])
@@ -42,8 +58,8 @@ def delta_kernel(grad_output, output, grad_lse, delta, do_strides, o_strides, dl
     b = head // H
     h = head - b * H
     rows = first + tl.arange(0, BLOCK_T)
-    do = load_tile(grad_output, do_strides, b, h, first, T, E, BLOCK_T, BLOCK_E, False).to(tl.float32)
-    o = load_tile(output, o_strides, b, h, first, T, E, BLOCK_T, BLOCK_E, False).to(tl.float32)
+    do = load_tile(grad_output, do_strides, b, h, first, T, E, BLOCK_T, BLOCK_E, False, False).to(tl.float32)
+    o = load_tile(output, o_strides, b, h, first, T, E, BLOCK_T, BLOCK_E, False, False).to(tl.float32)
     row = tl.sum(do * o, 1)
     if HAS_GRAD_LSE:
         pointers = grad_lse + b.to(tl.int64) * dl_strides[0] + h.to(tl.int64) * dl_strides[1]
@@ -52,115 +68,154 @@ def delta_kernel(grad_output, output, grad_lse, delta, do_strides, o_strides, dl
 
 
 @triton.jit
-def _row_numbers(lse, delta, head, rows, T):
-    """(L in units of log2, delta) of the rows; L of a row that saw nothing, or is none, is +inf: exp2(s - inf) = 0."""
-    offsets = head.to(tl.int64) * T + rows
-    L = tl.load(lse + offsets, mask=rows < T, other=float("inf"))
-    L = tl.where(L == float("-inf"), float("inf"), L)
-    return L * LOG2_E, tl.load(delta + offsets, mask=rows < T, other=0.0)
-
-
-@triton.jit
-def _fold_queries(dk, dv, k, v, q, do, lse, delta, q_strides, do_strides, b, h, head, first_key, low, high, T, S,
-                  scale_log2, D: tl.constexpr, E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
-                  BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
-                  DESCRIPTOR: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
-    """Adds what queries low to high of one head give to dK and dV of a tile of keys; tiles are transposed: [S, T]."""
-    for start in tl.range(low, high, BLOCK_T):
-        rows = start + tl.arange(0, BLOCK_T)
-        q_tile = load_tile(q, q_strides, b, h, start, T, D, BLOCK_T, BLOCK_D, DESCRIPTOR)  # [BLOCK_T, BLOCK_D]
-        L, delta_rows = _row_numbers(lse, delta, head, rows, T)
-        s = multiply(k, q_tile.T, PRECISION, UPCAST)  # [BLOCK_S, BLOCK_T]
-        p = tl.exp2(s * scale_log2 - L[None, :])
+def _fold_queries(dk, dv, k_tile, v_tile, q, do, lse, delta, q_strides, do_strides, b, h, keys, start, end, slope,
+                  base, of_keys, span, n, x, c, MASKED: tl.constexpr):  # fmt: skip
+    """Adds what queries start to end of one head give to dK and dV of a tile of keys; tiles are transposed: [S, T]."""
+    CUT: tl.constexpr = MASKED and c.MASK == "documents"
+    unit = log2_unit(n, c)
+    head = b * n.H + h
+    for first in tl.range(start, end, c.BLOCK_T):
+        t = first + tl.arange(0, c.BLOCK_T)
+        rows = t[None, :]
+        q_tile = load_tile(q, q_strides, b, h, first, span.end_query, c.D, c.BLOCK_T, c.BLOCK_D, c.DESCRIPTOR, CUT)
+        L, delta_rows = row_numbers(lse, delta, head, t, span.end_query, n)
+        s = multiply(k_tile, q_tile.T, c)  # [BLOCK_S, BLOCK_T]
+        s, derivative = modify(s, rows, keys, b, h, slope, span, n, x, c)
+        p = tl.exp2(s * unit - L[None, :])
         if MASKED:
-            n = visible_keys(rows, T, S, CAUSAL)
-            p = tl.where((first_key + tl.arange(0, BLOCK_S))[:, None] < n[None, :], p, 0.0)
-        do_tile = load_tile(do, do_strides, b, h, start, T, E, BLOCK_T, BLOCK_E, DESCRIPTOR)  # [BLOCK_T, BLOCK_E]
-        dv = multiply_add(p.to(do_tile.dtype), do_tile, dv, PRECISION, UPCAST)  # [BLOCK_S, BLOCK_E]
-        dp = multiply(v, do_tile.T, PRECISION, UPCAST)  # [BLOCK_S, BLOCK_T]
-        ds = p * (dp - delta_rows[None, :])
-        dk = multiply_add(ds.to(q_tile.dtype), q_tile, dk, PRECISION, UPCAST)  # [BLOCK_S, BLOCK_D]
+            low, high = visible_keys(rows, span, n, c)
+            p = tl.where(is_seen(keys, low, high, c), p, 0.0)
+        do_tile = load_tile(do, do_strides, b, h, first, span.end_query, c.E, c.BLOCK_T, c.BLOCK_E, c.DESCRIPTOR, CUT)
+        of_queries = query_keys(base, rows, span, c)
+        dv = multiply_add(drop(p, of_queries, of_keys, n, c).to(do_tile.dtype), do_tile, dv, c)  # [BLOCK_S, BLOCK_E]
+        dp = drop(multiply(v_tile, do_tile.T, c), of_queries, of_keys, n, c)  # [BLOCK_S, BLOCK_T]
+        if c.DROPOUT:
+            dp *= n.keep_scale
+        ds = p * (dp - delta_rows[None, :]) * derivative
+        dk = multiply_add(ds.to(q_tile.dtype), q_tile, dk, c)  # [BLOCK_S, BLOCK_D]
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["H", "G", "T", "S"])
+@triton.jit
+def _gather(k_tile, v_tile, q, do, lse, delta, dk, dv, q_strides, do_strides, dk_strides, dv_strides, b, g, first,
+            span, n, x, c):  # fmt: skip
+    """One tile of keys against all queries of the span that see it; writes the keys that belong to the span."""
+    keys = (first + tl.arange(0, c.BLOCK_S))[:, None]
+    start, full, full_end, end = query_tiles(first, span, n, c)
+    dk_acc = tl.zeros([c.BLOCK_S, c.BLOCK_D], tl.float32)
+    dv_acc = tl.zeros([c.BLOCK_S, c.BLOCK_E], tl.float32)
+    for member in tl.range(0, n.H // n.G):
+        h = g * (n.H // n.G) + member
+        slope = slope_of(b, h, n, x, c)
+        base = dropout_base(b, h, span, x, c)
+        of_keys = key_keys(base, keys, span, c)
+        if c.MASK != "full":
+            dk_acc, dv_acc = _fold_queries(
+                dk_acc, dv_acc, k_tile, v_tile, q, do, lse, delta, q_strides, do_strides, b, h, keys, start, full,
+                slope, base, of_keys, span, n, x, c, True)  # fmt: skip
+        if not c.DENSE:
+            dk_acc, dv_acc = _fold_queries(
+                dk_acc, dv_acc, k_tile, v_tile, q, do, lse, delta, q_strides, do_strides, b, h, keys, full, full_end,
+                slope, base, of_keys, span, n, x, c, False)  # fmt: skip
+            if c.MASK == "window" or c.MASK == "documents":
+                dk_acc, dv_acc = _fold_queries(
+                    dk_acc, dv_acc, k_tile, v_tile, q, do, lse, delta, q_strides, do_strides, b, h, keys, full_end,
+                    end, slope, base, of_keys, span, n, x, c, True)  # fmt: skip
+    if c.DROPOUT:
+        dv_acc *= n.keep_scale
+    store_tile(dk, dk_strides, b, g, first, span.first_key, span.end_key, dk_acc * n.scale, c.D, c.BLOCK_S, c.BLOCK_D)
+    store_tile(dv, dv_strides, b, g, first, span.first_key, span.end_key, dv_acc, c.E, c.BLOCK_S, c.BLOCK_E)
+
+
+@triton.jit(do_not_specialize=["heads", "H", "G", "T", "S", "left", "right", "shift", "flags", "threshold"])
 def dkdv_kernel(q, k, v, do, lse, delta, dk, dv, q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides,
-                heads, H, G, T, S, scale, D: tl.constexpr, E: tl.constexpr, BLOCK_T: tl.constexpr,
-                BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, CAUSAL: tl.constexpr,
-                DESCRIPTOR: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
-                HEADS_TOGETHER: tl.constexpr):  # fmt: skip
+                heads, H, G, T, S, left, right, shift, flags, scale, soft_cap, keep_scale, threshold,
+                x, c):  # fmt: skip
     """One program: BLOCK_S keys of one key head against every query that sees them, of all the group's heads."""
-    block, key_head = locate(tl.cdiv(S, BLOCK_S), heads, False, HEADS_TOGETHER)  # causal: the first keys have most rows
+    n = Numbers(heads, H, G, T, S, left, right, shift, flags, scale, soft_cap, keep_scale, threshold)
+    block, key_head = locate(tl.cdiv(S, c.BLOCK_S), heads, False)  # causal: the first keys have most rows
     b = key_head // G
     g = key_head - b * G
-    first_key = block * BLOCK_S
-    # query t sees key s from t = s - (S - T) on; from `full` on, all rows see all of this tile's keys
-    start, full = 0, 0
-    if CAUSAL:
-        start = tl.maximum(first_key - (S - T), 0) // BLOCK_T * BLOCK_T
-        last_key = tl.minimum(first_key + BLOCK_S, S) - 1
-        full = tl.cdiv(tl.maximum(last_key - (S - T), 0), BLOCK_T) * BLOCK_T
-        full = tl.minimum(full, T)
-    scale_log2 = scale * LOG2_E
-
-    k_tile = load_tile(k, k_strides, b, g, first_key, S, D, BLOCK_S, BLOCK_D, DESCRIPTOR)  # [BLOCK_S, BLOCK_D]
-    v_tile = load_tile(v, v_strides, b, g, first_key, S, E, BLOCK_S, BLOCK_E, DESCRIPTOR)  # [BLOCK_S, BLOCK_E]
-    dk_acc = tl.zeros([BLOCK_S, BLOCK_D], tl.float32)
-    dv_acc = tl.zeros([BLOCK_S, BLOCK_E], tl.float32)
-    for member in tl.range(0, H // G):
-        h = g * (H // G) + member
-        head = b * H + h
-        if CAUSAL:
-            dk_acc, dv_acc = _fold_queries(
-                dk_acc, dv_acc, k_tile, v_tile, q, do, lse, delta, q_strides, do_strides, b, h, head, first_key,
-                start, full, T, S, scale_log2, D, E, BLOCK_T, BLOCK_S, BLOCK_D, BLOCK_E, CAUSAL, True,
-                DESCRIPTOR, PRECISION, UPCAST)  # fmt: skip
-        dk_acc, dv_acc = _fold_queries(
-            dk_acc, dv_acc, k_tile, v_tile, q, do, lse, delta, q_strides, do_strides, b, h, head, first_key,
-            full, T, T, S, scale_log2, D, E, BLOCK_T, BLOCK_S, BLOCK_D, BLOCK_E, CAUSAL, False,
-            DESCRIPTOR, PRECISION, UPCAST)  # fmt: skip
-    store_tile(dk, dk_strides, b, g, first_key, S, dk_acc * scale, D, BLOCK_S, BLOCK_D)
-    store_tile(dv, dv_strides, b, g, first_key, S, dv_acc, E, BLOCK_S, BLOCK_E)
+    first = block * c.BLOCK_S
+    k_tile = load_tile(k, k_strides, b, g, first, S, c.D, c.BLOCK_S, c.BLOCK_D, c.DESCRIPTOR, False)
+    v_tile = load_tile(v, v_strides, b, g, first, S, c.E, c.BLOCK_S, c.BLOCK_E, c.DESCRIPTOR, False)
+    if c.MASK == "documents":
+        number, end = documents_of(x.key_document, b, first, S, c.BLOCK_S)
+        for document in tl.range(number, end):
+            _gather(k_tile, v_tile, q, do, lse, delta, dk, dv, q_strides, do_strides, dk_strides, dv_strides, b, g,
+                    first, span_of(document, n, x), n, x, c)  # fmt: skip
+    else:
+        _gather(k_tile, v_tile, q, do, lse, delta, dk, dv, q_strides, do_strides, dk_strides, dv_strides, b, g, first,
+                whole(n), n, x, c)  # fmt: skip
 
 
 @triton.jit
-def _fold_keys(dq, q, do, L, delta, n, k, v, k_strides, v_strides, b, g, low, high, S, scale_log2,
-               D: tl.constexpr, E: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-               MASKED: tl.constexpr, DESCRIPTOR: tl.constexpr, PRECISION: tl.constexpr,
-               UPCAST: tl.constexpr):  # fmt: skip
-    """Adds what keys low to high give to dQ of a tile of queries."""
-    for start in tl.range(low, high, BLOCK_S):
-        k_tile = load_tile(k, k_strides, b, g, start, S, D, BLOCK_S, BLOCK_D, DESCRIPTOR)  # [BLOCK_S, BLOCK_D]
-        s = multiply(q, k_tile.T, PRECISION, UPCAST)  # [BLOCK_T, BLOCK_S]
-        p = tl.exp2(s * scale_log2 - L[:, None])
+def _fold_keys(dq, q_tile, do_tile, L, delta_rows, rows, low, high, k, v, k_strides, v_strides, b, g, h, start, end,
+               slope, base, of_queries, span, n, x, c, MASKED: tl.constexpr):  # fmt: skip
+    """Adds what keys start to end give to dQ of a tile of queries."""
+    CUT: tl.constexpr = MASKED and c.MASK == "documents"
+    unit = log2_unit(n, c)
+    for first in tl.range(start, end, c.BLOCK_S):
+        keys = first + tl.arange(0, c.BLOCK_S)[None, :]
+        k_tile = load_tile(k, k_strides, b, g, first, span.end_key, c.D, c.BLOCK_S, c.BLOCK_D, c.DESCRIPTOR, CUT)
+        s = multiply(q_tile, k_tile.T, c)  # [BLOCK_T, BLOCK_S]
+        s, derivative = modify(s, rows, keys, b, h, slope, span, n, x, c)
+        p = tl.exp2(s * unit - L[:, None])
         if MASKED:
-            p = tl.where((start + tl.arange(0, BLOCK_S))[None, :] < n[:, None], p, 0.0)
-        v_tile = load_tile(v, v_strides, b, g, start, S, E, BLOCK_S, BLOCK_E, DESCRIPTOR)  # [BLOCK_S, BLOCK_E]
-        dp = multiply(do, v_tile.T, PRECISION, UPCAST)  # [BLOCK_T, BLOCK_S]
-        ds = p * (dp - delta[:, None])
-        dq = multiply_add(ds.to(k_tile.dtype), k_tile, dq, PRECISION, UPCAST)  # [BLOCK_T, BLOCK_D]
+            p = tl.where(is_seen(keys, low, high, c), p, 0.0)
+        v_tile = load_tile(v, v_strides, b, g, first, span.end_key, c.E, c.BLOCK_S, c.BLOCK_E, c.DESCRIPTOR, CUT)
+        dp = drop(multiply(do_tile, v_tile.T, c), of_queries, key_keys(base, keys, span, c), n, c)
+        if c.DROPOUT:
+            dp *= n.keep_scale
+        ds = p * (dp - delta_rows[:, None]) * derivative  # [BLOCK_T, BLOCK_S]
+        dq = multiply_add(ds.to(k_tile.dtype), k_tile, dq, c)  # [BLOCK_T, BLOCK_D]
     return dq
 
 
-@triton.jit(do_not_specialize=["H", "G", "T", "S"])
-def dq_kernel(q, k, v, do, lse, delta, dq, q_strides, k_strides, v_strides, do_strides, dq_strides, heads, H, G, T, S,
-              scale, D: tl.constexpr, E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
-              BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, CAUSAL: tl.constexpr, DESCRIPTOR: tl.constexpr,
-              PRECISION: tl.constexpr, UPCAST: tl.constexpr, HEADS_TOGETHER: tl.constexpr):  # fmt: skip
-    """One program: BLOCK_T queries of one head against all keys that they see."""
-    b, h, g, head, first, rows = locate_queries(heads, H, G, T, BLOCK_T, CAUSAL, HEADS_TOGETHER)
-    n, full, end = keys_of(rows, first, T, S, BLOCK_T, BLOCK_S, CAUSAL)
-    scale_log2 = scale * LOG2_E
+@triton.jit
+def _collect(q_tile, do_tile, k, v, lse, delta, dq, k_strides, v_strides, dq_strides, b, h, head, first, span, n, x,
+             c):  # fmt: skip
+    """dQ of one tile of queries from all keys of the span that they see; writes the rows that belong to the span."""
+    g = h // (n.H // n.G)
+    t = first + tl.arange(0, c.BLOCK_T)
+    rows = t[:, None]
+    low, high = visible_keys(rows, span, n, c)
+    start, full, full_end, end = key_tiles(first, span, n, c)
+    L, delta_rows = row_numbers(lse, delta, head, t, span.end_query, n)
+    slope = slope_of(b, h, n, x, c)
+    base = dropout_base(b, h, span, x, c)
+    of_queries = query_keys(base, rows, span, c)
+    acc = tl.zeros([c.BLOCK_T, c.BLOCK_D], tl.float32)
+    if c.MASK == "window" or c.MASK == "documents":
+        acc = _fold_keys(acc, q_tile, do_tile, L, delta_rows, rows, low, high, k, v, k_strides, v_strides, b, g, h,
+                         start, full, slope, base, of_queries, span, n, x, c, True)  # fmt: skip
+    if not c.DENSE:
+        acc = _fold_keys(acc, q_tile, do_tile, L, delta_rows, rows, low, high, k, v, k_strides, v_strides, b, g, h,
+                         full, full_end, slope, base, of_queries, span, n, x, c, False)  # fmt: skip
+        acc = _fold_keys(acc, q_tile, do_tile, L, delta_rows, rows, low, high, k, v, k_strides, v_strides, b, g, h,
+                         full_end, end, slope, base, of_queries, span, n, x, c, True)  # fmt: skip
+    store_tile(dq, dq_strides, b, h, first, span.first_query, span.end_query, acc * n.scale, c.D, c.BLOCK_T, c.BLOCK_D)
 
-    q_tile = load_tile(q, q_strides, b, h, first, T, D, BLOCK_T, BLOCK_D, DESCRIPTOR)  # [BLOCK_T, BLOCK_D]
-    do_tile = load_tile(do, do_strides, b, h, first, T, E, BLOCK_T, BLOCK_E, DESCRIPTOR)  # [BLOCK_T, BLOCK_E]
-    L, delta_rows = _row_numbers(lse, delta, head, rows, T)
-    acc = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
-    acc = _fold_keys(acc, q_tile, do_tile, L, delta_rows, n, k, v, k_strides, v_strides, b, g, 0, full, S, scale_log2,
-                     D, E, BLOCK_S, BLOCK_D, BLOCK_E, False, DESCRIPTOR, PRECISION, UPCAST)  # fmt: skip
-    acc = _fold_keys(acc, q_tile, do_tile, L, delta_rows, n, k, v, k_strides, v_strides, b, g, full, end, S, scale_log2,
-                     D, E, BLOCK_S, BLOCK_D, BLOCK_E, True, DESCRIPTOR, PRECISION, UPCAST)  # fmt: skip
-    store_tile(dq, dq_strides, b, h, first, T, acc * scale, D, BLOCK_T, BLOCK_D)
+
+@triton.jit(do_not_specialize=["heads", "H", "G", "T", "S", "left", "right", "shift", "flags", "threshold"])
+def dq_kernel(q, k, v, do, lse, delta, dq, q_strides, k_strides, v_strides, do_strides, dq_strides, heads, H, G, T, S,
+              left, right, shift, flags, scale, soft_cap, keep_scale, threshold, x, c):  # fmt: skip
+    """One program: BLOCK_T queries of one head against all keys that they see."""
+    n = Numbers(heads, H, G, T, S, left, right, shift, flags, scale, soft_cap, keep_scale, threshold)
+    block, head = locate(tl.cdiv(T, c.BLOCK_T), heads, c.MASK != "full")
+    b = head // H
+    h = head - b * H
+    first = block * c.BLOCK_T
+    q_tile = load_tile(q, q_strides, b, h, first, T, c.D, c.BLOCK_T, c.BLOCK_D, c.DESCRIPTOR, False)
+    do_tile = load_tile(do, do_strides, b, h, first, T, c.E, c.BLOCK_T, c.BLOCK_E, c.DESCRIPTOR, False)
+    if c.MASK == "documents":
+        number, end = documents_of(x.query_document, b, first, T, c.BLOCK_T)
+        for document in tl.range(number, end):
+            _collect(q_tile, do_tile, k, v, lse, delta, dq, k_strides, v_strides, dq_strides, b, h, head, first,
+                     span_of(document, n, x), n, x, c)  # fmt: skip
+    else:
+        _collect(q_tile, do_tile, k, v, lse, delta, dq, k_strides, v_strides, dq_strides, b, h, head, first, whole(n),
+                 n, x, c)  # fmt: skip
 
 
 def attention_backward(
@@ -171,38 +226,48 @@ def attention_backward(
     v: Tensor,
     output: Tensor,
     lse: Tensor,
+    terms: Terms,
     *,
-    causal: bool,
-    scale: float,
+    needs_bias: bool,
     launches: tuple[Launch | None, Launch | None] = (None, None),
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dQ, dK, dV) as the inputs. Shapes as `flash_attention_with_lse`; the gradients may have any strides.
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """(dQ, dK, dV, d bias, d sinks) as the inputs; None where there is no such input or it is not needed.
 
-    `launches` overrides the launch table for (dK and dV, dQ), for tuning.
+    Shapes as `flash_attention_with_lse`; the gradients may have any strides. `launches` overrides the launch table for
+    (dK and dV, dQ), for tuning.
     """
-    q, k, v, grad_output = near_rows(q), near_rows(k), near_rows(v), near_rows(grad_output)
-    B, H, T, D = q.shape
-    G, S, E = v.shape[1:]
-    delta = empty(q, B, H, T, dtype=torch.float32)
-    dl = lse if grad_lse is None else grad_lse
-    run(
-        delta_kernel, triton.cdiv(T, DELTA_ROWS) * B * H,
-        grad_output, output, dl, delta, grad_output.stride(), output.stride(), dl.stride(), H, T,
-        E=E, BLOCK_T=DELTA_ROWS, BLOCK_E=block_size(E), HAS_GRAD_LSE=grad_lse is not None, num_warps=4,
-    )  # fmt: skip
+    delta = _delta(grad_output, output, grad_lse, lse)
+    q, k, v, do = near_rows(q), near_rows(k), near_rows(v), near_rows(grad_output.to(q.dtype))
     dq, dk, dv = (empty(x, *x.shape) for x in (q, k, v))
+    call = Call(q, k, v, terms, lse)
+    B, H, T, _ = q.shape
+    G, S = k.shape[1:3]
 
-    def start(kernel: Any, direction: str, override: Launch | None, outputs: tuple[Tensor, ...], heads: int) -> None:
-        launch = choose_launch(direction, q, v, override)
-        t, s, d, e = launch.block_t, launch.block_s, block_size(D), block_size(E)
-        inputs, descriptor = describe([q, k, v, grad_output], [(t, d), (s, d), (s, e), (t, e)])
+    def start(kernel: Any, outputs: tuple[Tensor, ...], heads: int, launch: Launch) -> None:
+        (t, s), (d, e) = (launch.block_t, launch.block_s), call.widths
+        inputs, descriptor = describe([q, k, v, do], [(t, d), (s, d), (s, e), (t, e)])
         run(
-            kernel, (triton.cdiv(S, s) if direction == "dkdv" else triton.cdiv(T, t)) * heads,
-            *inputs, lse, delta, *outputs, q.stride(), k.stride(), v.stride(), grad_output.stride(),
-            *(x.stride() for x in outputs), heads, H, G, T, S, scale,
-            **tile_constants(q, v, launch, causal=causal, descriptor=descriptor),
+            kernel, (triton.cdiv(T, t) if kernel is dq_kernel else triton.cdiv(S, s)) * heads, launch,
+            *inputs, lse, delta, *outputs, q.stride(), k.stride(), v.stride(), do.stride(),
+            *(x.stride() for x in outputs), heads, *call.numbers, call.extras,
+            call.constants(launch, descriptor=descriptor),
         )  # fmt: skip
 
-    start(dkdv_kernel, "dkdv", launches[0], (dk, dv), B * G)
-    start(dq_kernel, "dq", launches[1], (dq,), B * H)
-    return dq, dk, dv
+    call.start("dkdv", lambda launch: start(dkdv_kernel, (dk, dv), B * G, launch), launches[0])
+    call.start("dq", lambda launch: start(dq_kernel, (dq,), B * H, launch), launches[1])
+    dbias = bias_gradient(call, do, lse, delta, q, k, v, terms.bias) if needs_bias and terms.bias is not None else None
+    return dq, dk, dv, dbias, sinks_gradient(terms.sinks, lse, delta)
+
+
+def _delta(grad_output: Tensor, output: Tensor, grad_lse: Tensor | None, lse: Tensor) -> Tensor:
+    """[B, H, T] fp32: rowsum(dO * O) - dL."""
+    grad_output = near_rows(grad_output)
+    B, H, T, E = output.shape
+    delta = empty(lse, B, H, T)
+    dl = lse if grad_lse is None else grad_lse
+    run(
+        delta_kernel, triton.cdiv(T, DELTA.block_t) * B * H, DELTA,
+        grad_output, output, dl, delta, grad_output.stride(), output.stride(), dl.stride(), H, T,
+        E, DELTA.block_t, block_size(E), grad_lse is not None,
+    )  # fmt: skip
+    return delta

@@ -5,85 +5,137 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flash_train.ops.kernels.launch import block_size, choose_launch, describe, empty, near_rows, run, tile_constants
+from flash_train.ops.features import Terms
+from flash_train.ops.kernels.launch import Call, describe, empty, near_rows, run
+from flash_train.ops.kernels.scores import (
+    drop,
+    dropout_base,
+    key_keys,
+    log2_unit,
+    modify,
+    query_keys,
+    sink_of,
+    slope_of,
+)
 from flash_train.ops.kernels.tables import Launch
 from flash_train.ops.kernels.tiles import (
     LN_2,
-    LOG2_E,
-    keys_of,
+    Numbers,
+    documents_of,
+    is_seen,
+    key_tiles,
     load_tile,
-    locate_queries,
+    locate,
     multiply,
     multiply_add,
+    span_of,
     store_tile,
+    visible_keys,
+    whole,
 )
 
 
 @triton.jit
-def _fold_keys(acc, m, l, q, n, k, v, k_strides, v_strides, b, g, low, high, S, scale_log2,
-               D: tl.constexpr, E: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-               MASKED: tl.constexpr, DESCRIPTOR: tl.constexpr, PRECISION: tl.constexpr,
-               UPCAST: tl.constexpr):  # fmt: skip
-    """Keys low to high into the rows' state (m, l, acc), m in units of log2. Full and masked tiles share this body."""
-    for start in tl.range(low, high, BLOCK_S):
-        k_tile = load_tile(k, k_strides, b, g, start, S, D, BLOCK_S, BLOCK_D, DESCRIPTOR)  # [BLOCK_S, BLOCK_D]
-        s = multiply(q, k_tile.T, PRECISION, UPCAST)  # [BLOCK_T, BLOCK_S]
+def _fold_keys(acc, m, l, q, rows, low, high, k, v, k_strides, v_strides, b, g, h, start, end, slope, base, of_queries,
+               span, n, x, c, MASKED: tl.constexpr):  # fmt: skip
+    """Keys start to end into the rows' state (m, l, acc), m in units of log2. Full and masked tiles share this body."""
+    CUT: tl.constexpr = MASKED and c.MASK == "documents"
+    unit = log2_unit(n, c)
+    for first in tl.range(start, end, c.BLOCK_S):
+        keys = first + tl.arange(0, c.BLOCK_S)[None, :]
+        k_tile = load_tile(k, k_strides, b, g, first, span.end_key, c.D, c.BLOCK_S, c.BLOCK_D, c.DESCRIPTOR, False)
+        s = multiply(q, k_tile.T, c)  # [BLOCK_T, BLOCK_S]
+        s, _ = modify(s, rows, keys, b, h, slope, span, n, x, c)
         if MASKED:
-            s = tl.where((start + tl.arange(0, BLOCK_S))[None, :] < n[:, None], s, float("-inf"))
-        m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)
+            s = tl.where(is_seen(keys, low, high, c), s, float("-inf"))
+        m_new = tl.maximum(m, tl.max(s, 1) * unit)
         reference = m_new
         if MASKED:  # a row that has seen nothing: exp2(-inf - 0) = 0
             reference = tl.where(m_new == float("-inf"), 0.0, m_new)
-        p = tl.exp2(s * scale_log2 - reference[:, None])  # [BLOCK_T, BLOCK_S]
+        p = tl.exp2(s * unit - reference[:, None])  # [BLOCK_T, BLOCK_S]
         shrink = tl.exp2(m - reference)
         l = l * shrink + tl.sum(p, 1)
-        v_tile = load_tile(v, v_strides, b, g, start, S, E, BLOCK_S, BLOCK_E, DESCRIPTOR)  # [BLOCK_S, BLOCK_E]
-        acc = multiply_add(p.to(v_tile.dtype), v_tile, acc * shrink[:, None], PRECISION, UPCAST)  # [BLOCK_T, BLOCK_E]
+        p = drop(p, of_queries, key_keys(base, keys, span, c), n, c)
+        v_tile = load_tile(v, v_strides, b, g, first, span.end_key, c.E, c.BLOCK_S, c.BLOCK_E, c.DESCRIPTOR, CUT)
+        acc = multiply_add(p.to(v_tile.dtype), v_tile, acc * shrink[:, None], c)  # [BLOCK_T, BLOCK_E]
         m = m_new
     return acc, m, l
 
 
-@triton.jit(do_not_specialize=["H", "G", "T", "S"])
-def forward_kernel(q, k, v, output, lse, q_strides, k_strides, v_strides, output_strides, heads, H, G, T, S, scale,
-                   D: tl.constexpr, E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
-                   BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, CAUSAL: tl.constexpr, DESCRIPTOR: tl.constexpr,
-                   PRECISION: tl.constexpr, UPCAST: tl.constexpr, HEADS_TOGETHER: tl.constexpr):  # fmt: skip
-    """One program: BLOCK_T queries of one head against all keys that they see."""
-    b, h, g, head, first, rows = locate_queries(heads, H, G, T, BLOCK_T, CAUSAL, HEADS_TOGETHER)
-    n, full, end = keys_of(rows, first, T, S, BLOCK_T, BLOCK_S, CAUSAL)
-    scale_log2 = scale * LOG2_E
+@triton.jit
+def _attend(q_tile, k, v, output, lse, k_strides, v_strides, output_strides, b, h, head, first, span, n, x, c):
+    """One tile of queries against all keys of the span that they see; writes the rows that belong to the span."""
+    g = h // (n.H // n.G)
+    rows = (first + tl.arange(0, c.BLOCK_T))[:, None]
+    low, high = visible_keys(rows, span, n, c)
+    start, full, full_end, end = key_tiles(first, span, n, c)
+    slope = slope_of(b, h, n, x, c)
+    base = dropout_base(b, h, span, x, c)
+    of_queries = query_keys(base, rows, span, c)
 
-    q_tile = load_tile(q, q_strides, b, h, first, T, D, BLOCK_T, BLOCK_D, DESCRIPTOR)  # [BLOCK_T, BLOCK_D]
-    m = tl.full([BLOCK_T], float("-inf"), tl.float32)
-    l = tl.zeros([BLOCK_T], tl.float32)
-    acc = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
-    acc, m, l = _fold_keys(acc, m, l, q_tile, n, k, v, k_strides, v_strides, b, g, 0, full, S, scale_log2,
-                           D, E, BLOCK_S, BLOCK_D, BLOCK_E, False, DESCRIPTOR, PRECISION, UPCAST)  # fmt: skip
-    acc, m, l = _fold_keys(acc, m, l, q_tile, n, k, v, k_strides, v_strides, b, g, full, end, S, scale_log2,
-                           D, E, BLOCK_S, BLOCK_D, BLOCK_E, True, DESCRIPTOR, PRECISION, UPCAST)  # fmt: skip
+    sink = sink_of(b, h, n, x)
+    m = tl.zeros([c.BLOCK_T], tl.float32) + sink
+    l = tl.where(m == float("-inf"), 0.0, 1.0)
+    acc = tl.zeros([c.BLOCK_T, c.BLOCK_E], tl.float32)
+    if c.MASK == "window" or c.MASK == "documents":
+        acc, m, l = _fold_keys(acc, m, l, q_tile, rows, low, high, k, v, k_strides, v_strides, b, g, h, start, full,
+                               slope, base, of_queries, span, n, x, c, True)  # fmt: skip
+    if not c.DENSE:
+        acc, m, l = _fold_keys(acc, m, l, q_tile, rows, low, high, k, v, k_strides, v_strides, b, g, h, full, full_end,
+                               slope, base, of_queries, span, n, x, c, False)  # fmt: skip
+        acc, m, l = _fold_keys(acc, m, l, q_tile, rows, low, high, k, v, k_strides, v_strides, b, g, h, full_end, end,
+                               slope, base, of_queries, span, n, x, c, True)  # fmt: skip
     l_safe = tl.where(l == 0.0, 1.0, l)  # a row that saw nothing: output 0, and m is minus infinity
-    store_tile(output, output_strides, b, h, first, T, acc / l_safe[:, None], E, BLOCK_T, BLOCK_E)
-    tl.store(lse + head.to(tl.int64) * T + rows, m * LN_2 + tl.log(l_safe), mask=rows < T)
+    acc = acc / l_safe[:, None]
+    if c.DROPOUT:
+        acc *= n.keep_scale
+    store_tile(output, output_strides, b, h, first, span.first_query, span.end_query, acc, c.E, c.BLOCK_T, c.BLOCK_E)
+    t = first + tl.arange(0, c.BLOCK_T)
+    mine = (t >= span.first_query) & (t < span.end_query)
+    tl.store(lse + head.to(tl.int64) * n.T + t, m * LN_2 + tl.log(l_safe), mask=mine)
+
+
+@triton.jit(do_not_specialize=["heads", "H", "G", "T", "S", "left", "right", "shift", "flags", "threshold"])
+def forward_kernel(q, k, v, output, lse, q_strides, k_strides, v_strides, output_strides, heads, H, G, T, S, left,
+                   right, shift, flags, scale, soft_cap, keep_scale, threshold, x, c):  # fmt: skip
+    """One program: BLOCK_T queries of one head against all keys that they see."""
+    n = Numbers(heads, H, G, T, S, left, right, shift, flags, scale, soft_cap, keep_scale, threshold)
+    block, head = locate(tl.cdiv(T, c.BLOCK_T), heads, c.MASK != "full")
+    b = head // H
+    h = head - b * H
+    first = block * c.BLOCK_T
+    q_tile = load_tile(q, q_strides, b, h, first, T, c.D, c.BLOCK_T, c.BLOCK_D, c.DESCRIPTOR, False)
+    if c.MASK == "documents":
+        number, end = documents_of(x.query_document, b, first, T, c.BLOCK_T)
+        for document in tl.range(number, end):
+            _attend(q_tile, k, v, output, lse, k_strides, v_strides, output_strides, b, h, head, first,
+                    span_of(document, n, x), n, x, c)  # fmt: skip
+    else:
+        _attend(q_tile, k, v, output, lse, k_strides, v_strides, output_strides, b, h, head, first, whole(n), n, x, c)
 
 
 def attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, launch: Launch | None = None
+    q: Tensor, k: Tensor, v: Tensor, terms: Terms, *, launch: Launch | None = None
 ) -> tuple[Tensor, Tensor]:
     """(output [B, H, T, E] stored as [B, T, H, E], log-sum-exp [B, H, T] fp32). Shapes as `flash_attention`.
 
     `launch` overrides the launch table, for tuning.
     """
     q, k, v = near_rows(q), near_rows(k), near_rows(v)
-    B, H, T, D = q.shape
-    G, S, E = v.shape[1:]
-    output = empty(q, B, T, H, E).transpose(1, 2)
+    B, H, T, _ = q.shape
+    output = empty(q, B, T, H, v.shape[-1], dtype=terms.output_dtype).transpose(1, 2)
     lse = empty(q, B, H, T, dtype=torch.float32)
-    launch = choose_launch("forward", q, v, launch)
-    t, s = launch.block_t, launch.block_s
-    inputs, descriptor = describe([q, k, v], [(t, block_size(D)), (s, block_size(D)), (s, block_size(E))])
-    run(
-        forward_kernel, triton.cdiv(T, t) * B * H,
-        *inputs, output, lse, q.stride(), k.stride(), v.stride(), output.stride(), B * H, H, G, T, S, scale,
-        **tile_constants(q, v, launch, causal=causal, descriptor=descriptor),
-    )  # fmt: skip
+    call = Call(q, k, v, terms, lse)
+
+    def start(launch: Launch) -> None:
+        t, s = launch.block_t, launch.block_s
+        d, e = call.widths
+        inputs, descriptor = describe([q, k, v], [(t, d), (s, d), (s, e)])
+        run(
+            forward_kernel, triton.cdiv(T, t) * B * H, launch,
+            *inputs, output, lse, q.stride(), k.stride(), v.stride(), output.stride(), B * H, *call.numbers,
+            call.extras, call.constants(launch, descriptor=descriptor),
+        )  # fmt: skip
+
+    call.start("forward", start, launch)
     return output, lse

@@ -2,18 +2,24 @@
 
 import contextlib
 import functools
+import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flash_train.ops.choice import interpreting
-from flash_train.ops.kernels.tables import Launch, lookup
+from flash_train.ops.dropout import threshold
+from flash_train.ops.features import UNBOUNDED, Terms
+from flash_train.ops.kernels.tables import Launch, lookup, smaller
+from flash_train.ops.kernels.tiles import HAS_ALLOWED, HAS_BIAS, HAS_SINKS, HAS_SLOPES, TOP_LEFT, Constants, Extras
 
-HEADS_TOGETHER = 8
-"""Heads whose keys and values share the L2 cache: 8 heads of 8k keys, D = 128, in bf16 are 32 MiB."""
+_log = logging.getLogger(__name__)
 
 
 def empty(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -31,10 +37,111 @@ def block_size(size: int) -> int:
     return max(16, triton.next_power_of_2(size))
 
 
-def choose_launch(direction: str, q: Tensor, v: Tensor, override: Launch | None) -> Launch:
-    """The launch table's row for these tensors."""
-    size = max(block_size(q.shape[-1]), block_size(v.shape[-1]))
-    return override or lookup(architecture(q.device), direction, q.element_size(), size)
+def compiled_features(terms: Terms) -> tuple[str, bool, bool, bool, bool]:
+    """`Constants`' MASK, MODIFIED, SOFT_CAP, DENSE and DROPOUT: the one place that decides what is compiled in.
+
+    Plain scores have four kernels, one a kind of mask; modified ones (soft cap, ALiBi, bias, boolean mask, dropout)
+    have two, for windows and for documents, times three switches: soft cap, bias or boolean mask, dropout. ALiBi is in
+    all of these, sinks are in every kernel. That makes 20, and as many again for fp16 and bf16, whose tiles come
+    through descriptors or through pointers. Lengths, bounds, slopes, sinks, seeds and probabilities are read when a
+    kernel runs.
+    """
+    dense = terms.bias is not None or terms.allowed is not None
+    modified = dense or terms.soft_cap > 0 or terms.alibi_slopes is not None or terms.seed is not None
+    if terms.bounds is not None:
+        mask = "documents"
+    elif modified or terms.left < UNBOUNDED or 0 < terms.right < UNBOUNDED:
+        mask = "window"
+    else:
+        mask = "causal" if terms.right == 0 else "full"
+    return mask, modified, terms.soft_cap > 0, dense, terms.seed is not None
+
+
+class Call:
+    """One call of an operator as the kernels take it: constants, numbers and tensors beside q, k and v."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms, stand_in: Tensor) -> None:
+        T, S = q.shape[2], k.shape[2]
+        self.q = q
+        self.widths = block_size(q.shape[-1]), block_size(v.shape[-1])
+        self._features = compiled_features(terms)
+        self._sizes = q.shape[-1], v.shape[-1]
+        flags = (
+            (TOP_LEFT, terms.top_left),
+            (HAS_BIAS, terms.bias is not None),
+            (HAS_ALLOWED, terms.allowed is not None),
+            (HAS_SLOPES, terms.alibi_slopes is not None),
+            (HAS_SINKS, terms.sinks is not None),
+        )
+        self.numbers = (
+            q.shape[1], k.shape[1], T, S, terms.left, terms.right, 0 if terms.top_left else S - T,
+            sum(flag.value for flag, holds in flags if holds), terms.scale, terms.soft_cap, 1 / (1 - terms.dropout),
+            threshold(terms.dropout),
+        )  # fmt: skip
+        """`tiles.Numbers` from H on."""
+        self.extras = _extras(terms, (*q.shape[:3], S), stand_in)
+
+    def constants(self, launch: Launch, *, descriptor: bool) -> Constants:
+        precision = matmul_precision(self.q.dtype, self.q.device)
+        return _constants(
+            self._sizes, self.widths, launch.block_t, launch.block_s, self._features, descriptor, precision
+        )
+
+    def start(self, direction: str, start: Callable[[Launch], None], override: Launch | None) -> None:
+        """Start a kernel by the launch table's row, or by the next smaller one that the GPU's shared memory holds."""
+        if override is not None:
+            return start(override)
+        key = direction, self.q.device, self.q.dtype, self._sizes, self._features
+        launch = _FITTING.get(key)
+        if launch is None:
+            launch = lookup(architecture(self.q.device), direction, self.q.element_size(), max(self.widths))
+        while True:
+            try:
+                start(launch)
+                break
+            except OutOfResources as error:
+                less = smaller(launch)
+                if less is None:
+                    raise
+                _log.warning(f"attention: the {direction} kernel takes {less} instead of {launch}: {error}")
+                launch = less
+        _FITTING[key] = launch
+
+
+_FITTING: dict[tuple[Any, ...], Launch] = {}
+"""What `Call.start` found to fit."""
+
+
+@functools.cache
+def _constants(
+    sizes: tuple[int, int],
+    widths: tuple[int, int],
+    block_t: int,
+    block_s: int,
+    features: tuple[str, bool, bool, bool, bool],
+    descriptor: bool,
+    precision: str,
+) -> Constants:
+    values = (*sizes, block_t, block_s, *widths, *features, descriptor, precision, interpreting())
+    return Constants(*map(tl.constexpr, values))
+
+
+def _extras(terms: Terms, whole: tuple[int, ...], stand_in: Tensor) -> Extras:
+    """The tensors that a call may lack; where it does, `stand_in` in the type that it would have."""
+    bias, allowed = terms.bias, terms.allowed
+    nowhere = (0, 0, 0, 0)
+    octets = stand_in if bias is None and allowed is None else stand_in.view(torch.uint8)
+    per_head = [
+        (stand_in, (0, 1)) if x is None else (x, x.stride()) for x in (terms.alibi_slopes, terms.sinks)
+    ]  # [B, H], as a rule one row for the whole batch
+    return Extras(
+        *((stand_in, nowhere) if bias is None else (bias, bias.expand(whole).stride())),
+        *((octets, nowhere) if allowed is None else (allowed.view(torch.uint8), allowed.expand(whole).stride())),
+        *per_head[0],
+        *per_head[1],
+        *((stand_in, (1,)) if terms.seed is None else (terms.seed, terms.seed.stride())),
+        *(stand_in if x is None else x.contiguous() for x in (terms.bounds, terms.query_document, terms.key_document)),
+    )
 
 
 @functools.cache
@@ -91,29 +198,10 @@ def _aligned(x: Tensor) -> bool:
     )
 
 
-def tile_constants(q: Tensor, v: Tensor, launch: Launch, *, causal: bool, descriptor: bool) -> dict[str, Any]:
-    """What every kernel that walks over tiles is compiled for."""
-    return dict(
-        D=q.shape[-1],
-        E=v.shape[-1],
-        BLOCK_T=launch.block_t,
-        BLOCK_S=launch.block_s,
-        BLOCK_D=block_size(q.shape[-1]),
-        BLOCK_E=block_size(v.shape[-1]),
-        CAUSAL=causal,
-        DESCRIPTOR=descriptor,
-        PRECISION=matmul_precision(q.dtype, q.device),
-        UPCAST=interpreting(),
-        HEADS_TOGETHER=HEADS_TOGETHER,
-        num_warps=launch.warps,
-        num_stages=launch.stages,
-    )
-
-
-def run(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
+def run(kernel: Any, programs: int, launch: Launch, *args: Any) -> None:
     """Start `programs` programs on the device of the first tensor among the arguments, not on the current one."""
     device = next(x.device for x in args if isinstance(x, Tensor))
     guard = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
     with guard:
         # the default of enable_fp_fusion becomes off in Triton 3.10
-        kernel[(programs,)](*args, **constants, enable_fp_fusion=True)
+        kernel[(programs,)](*args, num_warps=launch.warps, num_stages=launch.stages, enable_fp_fusion=True)

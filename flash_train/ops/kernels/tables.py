@@ -6,7 +6,7 @@ Where they come from:
 - all others: by registers, spills and shared memory of the compiled kernel alone (triton 3.7.1); never timed.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -60,3 +60,12 @@ def lookup(architecture: str, direction: str, itemsize: int, width: int) -> Laun
     """The row for tiles of `width` columns (the head size, padded to a power of two)."""
     rows = TABLE[architecture, itemsize][direction]
     return rows[min(size for size in rows if size >= width)]
+
+
+def smaller(launch: Launch) -> Launch | None:
+    """The next launch that takes less shared memory: fewer stages, then fewer keys, then fewer queries a tile."""
+    if launch.stages > 1:
+        return replace(launch, stages=launch.stages - 1)
+    if launch.block_s > 16:
+        return replace(launch, block_s=launch.block_s // 2)
+    return replace(launch, block_t=launch.block_t // 2) if launch.block_t > 16 else None

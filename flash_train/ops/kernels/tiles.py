@@ -1,8 +1,11 @@
 """What the kernels share: where a program works, what a row sees, and how tiles are read and multiplied.
 
-Every kernel reads `[B, H, T, D]` tensors of any strides in tiles of rows. `DESCRIPTOR` says how: through a host tensor
-descriptor (the copy engine of sm_90 and later; out-of-range elements come as zeros), or through pointers and strides.
+Every kernel reads `[B, H, T, D]` tensors of any strides in tiles of rows. What it is compiled for travels in one tuple
+of constants, `Constants`; what it is called with, beside tensors, in one of numbers, `Numbers`; and the document, or
+the whole sequence, that it is working on, in a `Span`.
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -11,97 +14,259 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
+class Constants(NamedTuple):
+    """What a kernel is compiled for: shapes of tiles, and which of the features its code has."""
+
+    D: Any
+    E: Any
+    BLOCK_T: Any
+    BLOCK_S: Any
+    BLOCK_D: Any
+    BLOCK_E: Any
+    MASK: Any
+    """"full", "causal", "window" (any bounds, causal among them) or "documents" (the same inside each document)."""
+    MODIFIED: Any
+    """Whether scores are more than scale q k^T: ALiBi, if nothing else."""
+    SOFT_CAP: Any
+    DENSE: Any
+    """A bias or a boolean mask is read, or both."""
+    DROPOUT: Any
+    DESCRIPTOR: Any
+    """Tiles come through host tensor descriptors: the copy engine of sm_90 and later."""
+    PRECISION: Any
+    UPCAST: Any
+    """Triton's interpreter multiplies bf16 operands wrongly."""
+
+
+class Numbers(NamedTuple):
+    """What a kernel is called with."""
+
+    heads: Any
+    """How many heads the programs are for: B H or B G."""
+    H: Any
+    G: Any
+    T: Any
+    S: Any
+    left: Any
+    right: Any
+    shift: Any
+    """Query t stands beside key t + shift, but for documents."""
+    flags: Any
+    """The sum of these below that hold."""
+    scale: Any
+    soft_cap: Any
+    keep_scale: Any
+    """1 / (1 - dropout)"""
+    threshold: Any
+    """Of 31 random bits: below it an element is dropped."""
+
+
+TOP_LEFT, HAS_BIAS, HAS_ALLOWED, HAS_SLOPES, HAS_SINKS = (tl.constexpr(2**i) for i in range(5))
+
+
+class Extras(NamedTuple):
+    """Tensors that a call may lack; then a stand-in that is not read."""
+
+    bias: Any
+    bias_strides: Any
+    allowed: Any
+    allowed_strides: Any
+    slopes: Any
+    slopes_strides: Any
+    sinks: Any
+    sinks_strides: Any
+    seed: Any
+    seed_strides: Any
+    bounds: Any
+    query_document: Any
+    key_document: Any
+
+
+class Span(NamedTuple):
+    """The document at work: its number, its queries and keys (first, last + 1), and how far it shifts rows."""
+
+    number: Any
+    first_query: Any
+    end_query: Any
+    first_key: Any
+    end_key: Any
+    shift: Any
+
+
 @triton.jit
-def locate(blocks, heads, LAST_FIRST: tl.constexpr, HEADS_TOGETHER: tl.constexpr):
+def locate(blocks, heads, LAST_FIRST: tl.constexpr):
     """(block, head) of this program: heads in groups whose keys and values stay in the L2 cache, and in a group the
     blocks in order, the last one first where that is the longest (Dao et al. 2026, arXiv 2603.05451, section 3.4)."""
+    TOGETHER: tl.constexpr = 8  # 8 heads of 8k keys, D = 128, in bf16 are 32 MiB
     pid = tl.program_id(0)
-    group = pid // (HEADS_TOGETHER * blocks)
-    heads_here = min(HEADS_TOGETHER, heads - group * HEADS_TOGETHER)
-    rest = pid - group * HEADS_TOGETHER * blocks
+    group = pid // (TOGETHER * blocks)
+    heads_here = min(TOGETHER, heads - group * TOGETHER)
+    rest = pid - group * TOGETHER * blocks
     block = rest // heads_here
-    head = group * HEADS_TOGETHER + rest - block * heads_here
+    head = group * TOGETHER + rest - block * heads_here
     if LAST_FIRST:
         block = blocks - 1 - block
     return block, head
 
 
 @triton.jit
-def visible_keys(rows, T, S, CAUSAL: tl.constexpr):
-    """How many keys each row sees: keys 0 to n - 1. All masking follows from this one operand."""
-    if CAUSAL:
-        return tl.minimum(tl.maximum(rows + (S - T + 1), 0), S)
+def whole(n):
+    """The span of a sequence that is no pack of documents."""
+    return Span(0, 0, n.T, 0, n.S, n.shift)
+
+
+@triton.jit
+def span_of(number, n, x):
+    """The span of a document (or of several, elementwise); bounds outside the tensors are cut to them."""
+    bounds = x.bounds + number * 4
+    first_query = tl.minimum(tl.maximum(tl.load(bounds), 0), n.T)
+    end_query = tl.minimum(tl.maximum(tl.load(bounds + 1), first_query), n.T)
+    first_key = tl.minimum(tl.maximum(tl.load(bounds + 2), 0), n.S)
+    end_key = tl.minimum(tl.maximum(tl.load(bounds + 3), first_key), n.S)
+    shift = tl.where((n.flags & TOP_LEFT) != 0, first_key - first_query, end_key - end_query)
+    return Span(number, first_query, end_query, first_key, end_key, shift)
+
+
+@triton.jit
+def documents_of(document, b, first, length, BLOCK: tl.constexpr):
+    """(first, last + 1) of the documents that rows first to first + BLOCK of sequence b, `length` long, belong to."""
+    row = document + b.to(tl.int64) * length
+    return tl.load(row + first), tl.load(row + tl.minimum(first + BLOCK, length) - 1) + 1
+
+
+@triton.jit
+def visible_keys(rows, span, n, c):
+    """(low, high): each row sees keys low to high - 1. All masking follows from these; low is 0 but for windows."""
+    beside = rows + span.shift
+    if c.MASK == "full":
+        return rows * 0, rows * 0 + n.S
+    elif c.MASK == "causal":
+        return rows * 0, tl.minimum(tl.maximum(beside + 1, 0), n.S)
     else:
-        return rows * 0 + S
+        low = tl.minimum(tl.maximum(beside - n.left, span.first_key), span.end_key)
+        high = tl.minimum(tl.maximum(beside + n.right + 1, span.first_key), span.end_key)
+        return low, high
 
 
 @triton.jit
-def locate_queries(heads, H, G, T, BLOCK_T: tl.constexpr, CAUSAL: tl.constexpr, HEADS_TOGETHER: tl.constexpr):
-    """(b, h, g, b H + h, first row, rows [BLOCK_T]) of a program that holds queries of one head."""
-    block, head = locate(tl.cdiv(T, BLOCK_T), heads, CAUSAL, HEADS_TOGETHER)
-    b = head // H
-    h = head - b * H
-    first = block * BLOCK_T
-    return b, h, h // (H // G), head, first, first + tl.arange(0, BLOCK_T)
+def is_seen(keys, low, high, c):
+    """Which pairs take part; the shapes broadcast."""
+    if c.MASK == "full" or c.MASK == "causal":
+        return keys < high
+    else:
+        return (keys >= low) & (keys < high)
 
 
 @triton.jit
-def keys_of(rows, first, T, S, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, CAUSAL: tl.constexpr):
-    """(n [BLOCK_T], full, end): what each row sees; keys before `full` all rows see, keys from `end` on none does."""
-    n = visible_keys(rows, T, S, CAUSAL)
-    full = visible_keys(first, T, S, CAUSAL) // BLOCK_S * BLOCK_S
-    end = visible_keys(tl.minimum(first + BLOCK_T, T) - 1, T, S, CAUSAL)
-    return n, full, end
+def key_tiles(first, span, n, c):
+    """(start, full, full_end, end) for the rows from `first` on: the keys that any of them sees lie in start to end,
+    in tiles counted from start, and all rows see all keys from full to full_end."""
+    top = tl.maximum(first, span.first_query)
+    bottom = tl.minimum(first + c.BLOCK_T, span.end_query) - 1
+    low_top, high_top = visible_keys(top, span, n, c)
+    low_bottom, end = visible_keys(bottom, span, n, c)
+    if c.MASK == "full" or c.MASK == "causal":
+        return 0, 0, high_top // c.BLOCK_S * c.BLOCK_S, end
+    else:
+        zero = span.first_key
+        start = zero + (low_top - zero) // c.BLOCK_S * c.BLOCK_S
+        end = tl.where(bottom < top, start, end)
+        if c.DENSE:  # any pair may be masked
+            return start, end, end, end
+        else:
+            full = tl.minimum(zero + tl.cdiv(low_bottom - zero, c.BLOCK_S) * c.BLOCK_S, tl.maximum(end, start))
+            return start, full, tl.maximum(zero + (high_top - zero) // c.BLOCK_S * c.BLOCK_S, full), end
 
 
 @triton.jit
-def tile_pointers(x, strides, b, h, start, length, SIZE: tl.constexpr, BLOCK: tl.constexpr,
-                  BLOCK_SIZE: tl.constexpr):  # fmt: skip
-    """([BLOCK, BLOCK_SIZE] addresses of rows start to start + BLOCK of head (b, h), which of them exist)."""
-    rows = start + tl.arange(0, BLOCK)
+def query_tiles(first, span, n, c):
+    """(start, full, full_end, end) for the keys from `first` on: likewise the queries that see them."""
+    if c.MASK == "full":
+        return 0, 0, n.T, n.T
+    elif c.MASK == "causal":
+        last = tl.minimum(first + c.BLOCK_S, n.S) - 1
+        start = tl.maximum(first - n.shift, 0) // c.BLOCK_T * c.BLOCK_T
+        full = tl.cdiv(tl.maximum(last - n.shift, 0), c.BLOCK_T) * c.BLOCK_T
+        return start, tl.minimum(full, n.T), n.T, n.T
+    else:
+        zero, stop = span.first_query, span.end_query
+        top = tl.maximum(first, span.first_key)
+        bottom = tl.minimum(first + c.BLOCK_S, span.end_key) - 1
+        start = tl.minimum(tl.maximum(top - n.right - span.shift, zero), stop)
+        start = zero + (start - zero) // c.BLOCK_T * c.BLOCK_T
+        end = tl.minimum(tl.maximum(bottom + n.left - span.shift + 1, zero), stop)
+        end = tl.where(bottom < top, start, end)
+        if c.DENSE:
+            return start, end, end, end
+        else:
+            full = tl.minimum(tl.maximum(bottom - n.right - span.shift, zero), stop)
+            full = tl.minimum(zero + tl.cdiv(full - zero, c.BLOCK_T) * c.BLOCK_T, tl.maximum(end, start))
+            full_end = tl.minimum(tl.maximum(top + n.left - span.shift + 1, zero), stop)
+            return start, full, tl.maximum(zero + (full_end - zero) // c.BLOCK_T * c.BLOCK_T, full), end
+
+
+@triton.jit
+def tile_pointers(x, strides, b, h, start, SIZE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """([BLOCK, BLOCK_SIZE] addresses of rows start to start + BLOCK of head (b, h), which columns exist)."""
     columns = tl.arange(0, BLOCK_SIZE)
     # 64 bits to the tile, since B H T D may pass 2^31 elements; 32 bits inside it save registers (`launch.near_rows`)
     base = x + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1] + tl.full([], start, tl.int64) * strides[2]
-    pointers = base + (tl.arange(0, BLOCK)[:, None] * strides[2] + columns[None, :] * strides[3])
-    mask = rows[:, None] < length
-    if SIZE != BLOCK_SIZE:
-        mask = mask & (columns[None, :] < SIZE)
-    return pointers, mask
+    return base + (tl.arange(0, BLOCK)[:, None] * strides[2] + columns[None, :] * strides[3]), columns[None, :] < SIZE
 
 
 @triton.jit
-def load_tile(x, strides, b, h, start, length, SIZE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-              DESCRIPTOR: tl.constexpr):  # fmt: skip
-    """Rows start to start + BLOCK of head (b, h), zeros outside [length, SIZE]."""
+def load_tile(x, strides, b, h, start, end, SIZE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+              DESCRIPTOR: tl.constexpr, CUT: tl.constexpr):  # fmt: skip
+    """Rows start to start + BLOCK of head (b, h), zeros outside the tensor; with CUT, from row `end` on, too."""
+    rows = start + tl.arange(0, BLOCK)
     if DESCRIPTOR:
-        return x.load([b, h, start, 0]).reshape([BLOCK, BLOCK_SIZE])  # [BLOCK, BLOCK_SIZE]
+        tile = x.load([b, h, start, 0]).reshape([BLOCK, BLOCK_SIZE])  # [BLOCK, BLOCK_SIZE]
+        if CUT:  # what a neighbour holds may be NaN, and 0 * NaN is NaN
+            tile = tl.where((rows < end)[:, None], tile, 0.0)
+        return tile
     else:
-        pointers, mask = tile_pointers(x, strides, b, h, start, length, SIZE, BLOCK, BLOCK_SIZE)
+        pointers, columns = tile_pointers(x, strides, b, h, start, SIZE, BLOCK, BLOCK_SIZE)
+        mask = (rows < end)[:, None]
+        if SIZE != BLOCK_SIZE:
+            mask = mask & columns
         return tl.load(pointers, mask=mask, other=0.0)  # [BLOCK, BLOCK_SIZE]
 
 
 @triton.jit
-def store_tile(x, strides, b, h, start, length, tile, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+def store_tile(x, strides, b, h, start, first, end, tile, SIZE: tl.constexpr, BLOCK: tl.constexpr,
                BLOCK_SIZE: tl.constexpr):  # fmt: skip
-    """The tile's rows start to start + BLOCK into head (b, h), nothing outside [length, SIZE]."""
-    pointers, mask = tile_pointers(x, strides, b, h, start, length, SIZE, BLOCK, BLOCK_SIZE)
+    """The tile's rows start to start + BLOCK into head (b, h), but for those before `first` and from `end` on."""
+    rows = start + tl.arange(0, BLOCK)
+    pointers, columns = tile_pointers(x, strides, b, h, start, SIZE, BLOCK, BLOCK_SIZE)
+    mask = ((rows >= first) & (rows < end))[:, None]
+    if SIZE != BLOCK_SIZE:
+        mask = mask & columns
     tl.store(pointers, tile.to(x.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def multiply(a, b, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
-    """a @ b in fp32. UPCAST: Triton's interpreter multiplies bf16 operands wrongly."""
-    if UPCAST:
+def multiply(a, b, c):
+    """a @ b in fp32."""
+    if c.UPCAST:
         a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, input_precision=PRECISION)
+    return tl.dot(a, b, input_precision=c.PRECISION)
 
 
 @triton.jit
-def multiply_add(a, b, c, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
-    """a @ b + c in fp32. For fp32 operands the product is summed apart: one chain of S additions rounds too often."""
-    if UPCAST:
+def multiply_add(a, b, to, c):
+    """a @ b + to in fp32. For fp32 operands the product is summed apart: one chain of S additions rounds too often."""
+    if c.UPCAST:
         a, b = a.to(tl.float32), b.to(tl.float32)
     if a.dtype == tl.float32:
-        return tl.fma(c, 1.0, tl.dot(a, b, input_precision=PRECISION))  # an addition would be folded into the chain
+        return tl.fma(to, 1.0, tl.dot(a, b, input_precision=c.PRECISION))  # an addition would join the chain
     else:
-        return tl.dot(a, b, c, input_precision=PRECISION)
+        return tl.dot(a, b, to, input_precision=c.PRECISION)
+
+
+@triton.jit
+def row_numbers(lse, delta, head, rows, end, n):
+    """(L in units of log2, delta) of the rows; L of a row that saw nothing, or is none, is +inf: exp2(s - inf) = 0."""
+    offsets = head.to(tl.int64) * n.T + rows
+    L = tl.load(lse + offsets, mask=rows < end, other=float("inf"))
+    L = tl.where(L == float("-inf"), float("inf"), L)
+    return L * LOG2_E, tl.load(delta + offsets, mask=rows < end, other=0.0)

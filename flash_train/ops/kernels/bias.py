@@ -1,0 +1,129 @@
+"""The gradient of a bias: dS, summed over what the bias was broadcast over, in a fixed order.
+
+No T x S matrix exists that is larger than the bias itself: a program holds one tile of the bias's gradient and visits
+every tile of dS that belongs to it, of other batch rows and heads, and of other queries or keys where the bias has a
+dimension of 1 there. Few tiles are shared among more programs, each with a part of the batch rows and heads.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flash_train.ops.kernels.launch import Call, empty, run
+from flash_train.ops.kernels.scores import drop, dropout_base, key_keys, log2_unit, modify, query_keys, slope_of
+from flash_train.ops.kernels.tables import Launch
+from flash_train.ops.kernels.tiles import (
+    Numbers,
+    is_seen,
+    load_tile,
+    multiply,
+    row_numbers,
+    span_of,
+    visible_keys,
+    whole,
+)
+
+PROGRAMS = 512
+"""As many are started where the bias is small: a few for each multiprocessor of a large GPU."""
+
+
+@triton.jit
+def _spans(document, b, positions, length, n, x, c):
+    """The spans of positions, elementwise."""
+    if c.MASK == "documents":
+        row = document + b.to(tl.int64) * length
+        return span_of(tl.load(row + positions, mask=positions < length, other=0), n, x)
+    else:
+        return whole(n)
+
+
+@triton.jit
+def _dS(q, k, v, do, lse, delta, q_strides, k_strides, v_strides, do_strides, b, h, first, first_key, n, x, c):
+    """[BLOCK_T, BLOCK_S] of the gradient of the scores that the bias was added to; 0 where nothing is seen."""
+    g = h // (n.H // n.G)
+    t = first + tl.arange(0, c.BLOCK_T)
+    rows, keys = t[:, None], first_key + tl.arange(0, c.BLOCK_S)[None, :]
+    span, key_span = _spans(x.query_document, b, rows, n.T, n, x, c), _spans(x.key_document, b, keys, n.S, n, x, c)
+    low, high = visible_keys(rows, span, n, c)
+    seen = is_seen(keys, low, high, c) & (rows < n.T)
+    ds = tl.zeros([c.BLOCK_T, c.BLOCK_S], tl.float32)
+    if tl.max(seen.to(tl.int32)) > 0:
+        q_tile = load_tile(q, q_strides, b, h, first, n.T, c.D, c.BLOCK_T, c.BLOCK_D, False, False)
+        k_tile = load_tile(k, k_strides, b, g, first_key, n.S, c.D, c.BLOCK_S, c.BLOCK_D, False, False)
+        s, _ = modify(multiply(q_tile, k_tile.T, c), rows, keys, b, h, slope_of(b, h, n, x, c), span, n, x, c)
+        L, delta_rows = row_numbers(lse, delta, b * n.H + h, t, n.T, n)
+        p = tl.exp2(s * log2_unit(n, c) - L[:, None])
+        do_tile = load_tile(do, do_strides, b, h, first, n.T, c.E, c.BLOCK_T, c.BLOCK_E, False, False)
+        v_tile = load_tile(v, v_strides, b, g, first_key, n.S, c.E, c.BLOCK_S, c.BLOCK_E, False, False)
+        of_queries = query_keys(dropout_base(b, h, span, x, c), rows, span, c)
+        of_keys = key_keys(dropout_base(b, h, key_span, x, c), keys, key_span, c)
+        dp = drop(multiply(do_tile, v_tile.T, c), of_queries, of_keys, n, c)
+        if c.DROPOUT:
+            dp *= n.keep_scale
+        ds = tl.where(seen, p * (dp - delta_rows[:, None]), 0.0)
+    return ds
+
+
+@triton.jit(do_not_specialize=["heads", "H", "G", "T", "S", "left", "right", "shift", "flags", "threshold", "BATCHES",
+                               "HEADS", "parts"])  # fmt: skip
+def bias_kernel(q, k, v, do, lse, delta, dbias, q_strides, k_strides, v_strides, do_strides, heads, H, G, T, S, left,
+                right, shift, flags, scale, soft_cap, keep_scale, threshold, x, c, BATCHES, HEADS, parts,
+                ALL_ROWS: tl.constexpr, ALL_KEYS: tl.constexpr):  # fmt: skip
+    """One program: a tile of `dbias` [parts, BATCHES, HEADS, T or 1, S or 1] fp32; ALL_ROWS and ALL_KEYS mean the 1."""
+    n = Numbers(heads, H, G, T, S, left, right, shift, flags, scale, soft_cap, keep_scale, threshold)
+    row_blocks, key_blocks = tl.cdiv(T, c.BLOCK_T), tl.cdiv(S, c.BLOCK_S)
+    own_rows, own_keys = 1 if ALL_ROWS else row_blocks, 1 if ALL_KEYS else key_blocks
+    rest = tl.program_id(0)
+    key_block, rest = rest % own_keys, rest // own_keys
+    row_block, rest = rest % own_rows, rest // own_rows
+    own_h, rest = rest % HEADS, rest // HEADS
+    own_b, part = rest % BATCHES, rest // BATCHES
+    more_heads = H // HEADS  # HEADS is H or 1, and so is BATCHES
+    pairs = heads // H // BATCHES * more_heads
+
+    total = tl.zeros([c.BLOCK_T, c.BLOCK_S], tl.float32)
+    for pair in tl.range(part, pairs, parts):
+        b = own_b + pair // more_heads
+        h = own_h + pair % more_heads
+        for i in tl.range(0, row_blocks if ALL_ROWS else 1):
+            for j in tl.range(0, key_blocks if ALL_KEYS else 1):
+                total += _dS(q, k, v, do, lse, delta, q_strides, k_strides, v_strides, do_strides, b, h,
+                             (row_block + i) * c.BLOCK_T, (key_block + j) * c.BLOCK_S, n, x, c)  # fmt: skip
+
+    rows, keys = row_block * c.BLOCK_T + tl.arange(0, c.BLOCK_T), key_block * c.BLOCK_S + tl.arange(0, c.BLOCK_S)
+    height, width = 1 if ALL_ROWS else T, 1 if ALL_KEYS else S
+    at = dbias + ((part * BATCHES + own_b) * HEADS + own_h).to(tl.int64) * height * width
+    if ALL_ROWS and ALL_KEYS:
+        tl.store(at, tl.sum(total))
+    elif ALL_ROWS:
+        tl.store(at + keys, tl.sum(total, 0), mask=keys < S)
+    elif ALL_KEYS:
+        tl.store(at + rows, tl.sum(total, 1), mask=rows < T)
+    else:
+        tl.store(at + rows.to(tl.int64)[:, None] * S + keys[None, :], total,
+                 mask=(rows < T)[:, None] & (keys < S)[None, :])  # fmt: skip
+
+
+def bias_gradient(
+    call: Call, do: Tensor, lse: Tensor, delta: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor
+) -> Tensor:
+    """The bias's gradient, in its shape [B or 1, H or 1, T or 1, S or 1] and dtype."""
+    B, H, T, _ = q.shape
+    S = k.shape[2]
+    batches, heads, height, width = bias.shape
+    pairs = B // batches * (H // heads)
+    partials: list[Tensor] = []
+
+    def start(launch: Launch) -> None:
+        tiles = batches * heads * (1 if height < T else triton.cdiv(T, launch.block_t))
+        tiles *= 1 if width < S else triton.cdiv(S, launch.block_s)
+        parts = max(1, min(pairs, PROGRAMS // tiles))
+        partials[:] = [empty(lse, parts, *bias.shape)]
+        run(
+            bias_kernel, parts * tiles, launch, q, k, v, do, lse, delta, partials[0], q.stride(), k.stride(),
+            v.stride(), do.stride(), B * H, *call.numbers, call.extras, call.constants(launch, descriptor=False),
+            batches, heads, parts, height < T, width < S,
+        )  # fmt: skip
+
+    call.start("dq", start, None)  # a tile of queries by a tile of keys, as there
+    return partials[0].sum(0).to(bias.dtype)

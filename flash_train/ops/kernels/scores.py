@@ -1,0 +1,130 @@
+"""What becomes of a tile of scores on the chip: soft cap, ALiBi, bias, boolean mask; and what dropout takes away.
+
+Tiles may lie either way: `rows` and `keys` come as [BLOCK_T, 1] and [1, BLOCK_S], or as [1, BLOCK_T] and [BLOCK_S, 1].
+"""
+
+import triton
+import triton.language as tl
+
+from flash_train.ops import dropout
+from flash_train.ops.features import SEED_STEP as SEED_STEP_INT64
+from flash_train.ops.kernels.tiles import HAS_ALLOWED, HAS_BIAS, HAS_SINKS, HAS_SLOPES, LOG2_E
+
+MIX_1, MIX_2 = tl.constexpr(dropout.MIX_1), tl.constexpr(dropout.MIX_2)
+STEP_HEAD, STEP_QUERY, STEP_KEY = (tl.constexpr(x) for x in (dropout.STEP_HEAD, dropout.STEP_QUERY, dropout.STEP_KEY))
+SEED_STEP = tl.constexpr(SEED_STEP_INT64)
+
+
+@triton.jit
+def log2_unit(n, c):
+    """What turns a score of `modify` into units of log2: the scale, too, where `modify` leaves that to the exponent."""
+    if c.MODIFIED:
+        return LOG2_E
+    else:
+        return n.scale * LOG2_E
+
+
+@triton.jit
+def slope_of(b, h, n, x, c):
+    """The head's ALiBi slope."""
+    if c.MODIFIED:
+        pointer = x.slopes + b.to(tl.int64) * x.slopes_strides[0] + h.to(tl.int64) * x.slopes_strides[1]
+        return tl.load(pointer, mask=(n.flags & HAS_SLOPES) != 0, other=0.0)
+    else:
+        return 0.0
+
+
+@triton.jit
+def sink_of(b, h, n, x):
+    """The head's sink in units of log2, minus infinity if there is none."""
+    pointer = x.sinks + b.to(tl.int64) * x.sinks_strides[0] + h.to(tl.int64) * x.sinks_strides[1]
+    return tl.load(pointer, mask=(n.flags & HAS_SINKS) != 0, other=float("-inf")) * LOG2_E
+
+
+@triton.jit
+def tanh(z):
+    """To a few units in the last place; the hardware's own has an error of 2^-11."""
+    size = tl.abs(z)
+    square = z * z
+    near = -0.0062726075  # a least-squares fit of (tanh(z) / z - 1) / z^2 on |z| < 0.55
+    near = near * square + 0.021070253
+    near = near * square - 0.053851865
+    near = near * square + 0.1333258
+    near = near * square - 0.33333316
+    far = 1.0 - 2.0 / (tl.exp2(size * (2 * LOG2_E)) + 1.0)
+    return tl.where(size < 0.55, z + z * square * near, tl.where(z < 0.0, -far, far))
+
+
+@triton.jit
+def modify(s, rows, keys, b, h, slope, span, n, x, c):
+    """(scores, d score / d (scale q k^T)) of the products q k^T; the mask of `visible_keys` is not applied."""
+    derivative = 1.0
+    if c.MODIFIED:
+        s = s * n.scale
+        if c.SOFT_CAP:
+            ratio = tanh(s / n.soft_cap)
+            s = ratio * n.soft_cap
+            derivative = 1.0 - ratio * ratio
+        s -= slope * tl.abs(rows + span.shift - keys).to(tl.float32)
+        if c.DENSE:
+            inside = (rows < n.T) & (keys < n.S)
+            bias = _dense(x.bias, x.bias_strides, b, h, rows, keys)
+            s += tl.load(bias, mask=inside & ((n.flags & HAS_BIAS) != 0), other=0.0).to(tl.float32)
+            allowed = _dense(x.allowed, x.allowed_strides, b, h, rows, keys)
+            allowed = tl.load(allowed, mask=inside & ((n.flags & HAS_ALLOWED) != 0), other=1)
+            s = tl.where(allowed != 0, s, float("-inf"))
+    return s, derivative
+
+
+@triton.jit
+def _dense(x, strides, b, h, rows, keys):
+    """Addresses in a [B, H, T, S] tensor, in 64 bits: T S passes 2^31 elements at 46k."""
+    base = x + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
+    return base + (rows.to(tl.int64) * strides[2] + keys.to(tl.int64) * strides[3])
+
+
+@triton.jit
+def _mix(bits):
+    """As `dropout.mix`."""
+    bits = (bits ^ (bits >> 16)) * MIX_1
+    bits = (bits ^ (bits >> 15)) * MIX_2
+    return bits ^ (bits >> 16)
+
+
+@triton.jit
+def dropout_base(b, h, span, x, c):
+    """What the dropout keys of a document's head begin with."""
+    if c.DROPOUT:
+        seed = tl.load(x.seed + b.to(tl.int64) * x.seed_strides[0]) + span.number * tl.full([], SEED_STEP, tl.int64)
+        low, high = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+        return _mix(_mix(low ^ (h.to(tl.uint32) * STEP_HEAD)) ^ high)
+    else:
+        return 0
+
+
+@triton.jit
+def query_keys(base, rows, span, c):
+    """The queries' dropout keys."""
+    if c.DROPOUT:
+        return _mix(base + (rows - span.first_query).to(tl.uint32) * STEP_QUERY)
+    else:
+        return 0
+
+
+@triton.jit
+def key_keys(base, keys, span, c):
+    """The keys' dropout keys."""
+    if c.DROPOUT:
+        return _mix(base + (keys - span.first_key).to(tl.uint32) * STEP_KEY)
+    else:
+        return 0
+
+
+@triton.jit
+def drop(p, of_queries, of_keys, n, c):
+    """`p` with the dropped elements 0; what is kept is not made larger here."""
+    if c.DROPOUT:
+        bits = (_mix(of_queries ^ of_keys) >> 1).to(tl.int32)
+        return tl.where(bits >= n.threshold, p, 0.0)
+    else:
+        return p
