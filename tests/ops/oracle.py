@@ -91,17 +91,28 @@ def _lowbias32(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint32(16))
 
 
-def exact(x: Inputs) -> Exact:
-    """The results of the case, named as by `errors.results`."""
-    case = x.case
-    leaves = {
-        name: y.detach().double().requires_grad_()
-        for name, y in (("q", x.q), ("k", x.k), ("v", x.v), ("bias", x.bias), ("sinks", x.sinks))
-        if y is not None
-    }
-    q, v = leaves["q"], leaves["v"]
+class Steps(NamedTuple):
+    """What the definition computes on its way, all float64."""
+
+    v: Tensor
+    """And k: with a head for each query head."""
+    k: Tensor
+    product: Tensor
+    """scale q k^T, [B, H, T, S]"""
+    s: Tensor
+    """The finished scores, minus infinity where unseen."""
+    p: Tensor
+    """The probabilities, [B, H, T, S + 1]: the last one is the sink's."""
+    keep: Tensor
+    output: Tensor
+    lse: Tensor
+
+
+def definition(x: Inputs, leaves: dict[str, Tensor]) -> Steps:
+    """Attention of the float64 `leaves` (q, k, v and, where the case has them, bias and sinks)."""
+    case, q = x.case, leaves["q"]
     head = torch.arange(case.H, device=q.device) // (case.H // case.G)
-    k, v = leaves["k"][:, head], v[:, head]
+    k, v = leaves["k"][:, head], leaves["v"][:, head]
     see, distance = visible(case, x)
     product = q @ k.transpose(-1, -2) / math.sqrt(case.D)
     s = product if case.soft_cap is None else case.soft_cap * torch.tanh(product / case.soft_cap)
@@ -109,8 +120,7 @@ def exact(x: Inputs) -> Exact:
         s = s - x.alibi_slopes.double()[:, None, None] * distance
     if x.bias is not None:
         s = s + leaves["bias"]
-    hidden = ~see if x.allowed is None else ~(see & x.allowed)
-    s = s.masked_fill(hidden, -math.inf)
+    s = s.masked_fill(~see if x.allowed is None else ~(see & x.allowed), -math.inf)
     sink = s.new_full((case.H,), -math.inf) if x.sinks is None else leaves["sinks"]
     logits = torch.cat([s, sink[:, None, None].expand(case.B, case.H, case.T, 1)], dim=-1)
     nothing = (logits == -math.inf).all(-1, keepdim=True)
@@ -118,32 +128,40 @@ def exact(x: Inputs) -> Exact:
     p = torch.softmax(logits, -1).masked_fill(nothing, 0.0)
     lse = torch.logsumexp(logits, -1).masked_fill(nothing.squeeze(-1), -math.inf)
     keep = kept(case, x) if case.dropout else torch.ones_like(s)
-    output = (p[..., :-1] * keep) @ v
+    return Steps(v, k, product, s, p, keep, (p[..., :-1] * keep) @ v, lse)
+
+
+def exact(x: Inputs) -> Exact:
+    """The results of the case, named as by `errors.results`."""
+    case = x.case
+    tensors = {"q": x.q, "k": x.k, "v": x.v, "bias": x.bias, "sinks": x.sinks}
+    leaves = {name: y.detach().double().requires_grad_() for name, y in tensors.items() if y is not None}
+    steps = definition(x, leaves)
     wanted = [name for name in leaves if name != "bias" or case.bias_gradient]
-    pairs = [(output, x.do.double()), (lse, x.dl.double())][: 2 if case.lse_gradient else 1]
+    pairs = [(steps.output, x.do.double()), (steps.lse, x.dl.double())][: 2 if case.lse_gradient else 1]
     outputs, weights = zip(*pairs, strict=True)
     gradients = torch.autograd.grad(outputs, [leaves[name] for name in wanted], weights)
-    results = {"output": output, "lse": lse} | {f"d{name}": g for name, g in zip(wanted, gradients, strict=True)}
-    results = {name: y.detach() for name, y in results.items()}
+    results = {"output": steps.output.detach(), "lse": steps.lse.detach()}
+    results |= {f"d{name}": g for name, g in zip(wanted, gradients, strict=True)}
     with torch.no_grad():
-        slope = torch.ones_like(s) if case.soft_cap is None else 1 - torch.tanh(product / case.soft_cap) ** 2
-        return Exact(results, *_Rounding(x, q, k, v, s, slope, p, keep, results).norms())
+        return Exact(results, *_Rounding(x, leaves["q"], steps, results).norms())
 
 
 class _Rounding:
     """First-order error propagation: independent roundings add in squares."""
 
-    def __init__(self, x: Inputs, q: Tensor, k: Tensor, v: Tensor, s: Tensor, slope: Tensor, p: Tensor, keep: Tensor,
-                 results: dict[str, Tensor]) -> None:  # fmt: skip
-        self.x, self.q, self.k, self.v, self.slope, self.keep, self.results = x, q, k, v, slope, keep, results
-        self.p, self.sink = p[..., :-1], p[..., -1]
+    def __init__(self, x: Inputs, q: Tensor, steps: Steps, results: dict[str, Tensor]) -> None:
+        self.x, self.q, self.k, self.v, self.keep, self.results = x, q, steps.k, steps.v, steps.keep, results
+        self.p, self.sink = steps.p[..., :-1], steps.p[..., -1]
         self.do, self.scale = x.do.double(), 1 / math.sqrt(x.case.D)
-        dl = x.dl.double() if x.case.lse_gradient else torch.zeros_like(results["lse"])
-        delta = (self.do * results["output"]).sum(-1) - dl
-        self.ds = self.p * (keep * (self.do @ v.transpose(-1, -2)) - delta.unsqueeze(-1))
-        finite = s.masked_fill(s == -math.inf, 0.0).abs()
-        self.s_noise = self.scale * slope * _squares(q, k.transpose(-1, -2)) + finite  # of s, in units of one rounding
-        self.delta, self.delta_noise = delta, (self.do * results["output"]).square().sum(-1).sqrt() + dl.abs()
+        cap = x.case.soft_cap
+        self.slope = torch.ones_like(steps.s) if cap is None else 1 - torch.tanh(steps.product / cap) ** 2
+        dl = x.dl.double() if x.case.lse_gradient else torch.zeros_like(steps.lse)
+        self.delta = (self.do * steps.output).sum(-1) - dl
+        self.ds = self.p * (self.keep * (self.do @ self.v.transpose(-1, -2)) - self.delta.unsqueeze(-1))
+        finite = steps.s.masked_fill(steps.s == -math.inf, 0.0).abs()
+        self.s_noise = self.scale * self.slope * _squares(q, self.k.transpose(-1, -2)) + finite  # of s, one rounding's
+        self.delta_noise = (self.do * steps.output).square().sum(-1).sqrt() + dl.abs()
 
     def norms(self) -> tuple[dict[str, float], dict[str, float]]:
         dtype = self.x.q.dtype
