@@ -45,7 +45,7 @@ def make_documents(tokens: Tensor) -> Tensor:
 
 
 def loss_and_gradients(model: GPT, *, packed: bool = False, length: int = LENGTH) -> list[Tensor]:
-    tokens = make_tokens(length)
+    tokens = make_tokens(length).to(model.token_embedding.weight.device)
     logits = model(tokens, make_documents(tokens) if packed else None)
     loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
     parameters = list(model.parameters())
@@ -77,6 +77,17 @@ def test_implementations_agree_on_what_sdpa_refuses(arguments: dict, implementat
     assert error(ours, exact) <= 2 * error(naive, exact) < 1e-4
     with pytest.raises(ValueError, match="'sdpa' does not take .*; use 'flash' or 'naive'"):
         loss_and_gradients(make(arguments | {"implementation": "sdpa"}), packed=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("arguments", [GPT2, LLAMA, FEATURED], ids=["gpt2", "llama", "featured"])
+def test_the_kernels_train_packed_documents_as_exactly_as_naive_does(arguments: dict) -> None:
+    def gradients(implementation: str, dtype: torch.dtype) -> list[Tensor]:
+        return loss_and_gradients(make(arguments | {"implementation": implementation}).to("cuda", dtype), packed=True)
+
+    exact = gradients("naive", torch.float64)
+    ours, naive = (error(gradients(name, torch.bfloat16), exact) for name in ("triton", "naive"))
+    assert ours <= 2 * naive
 
 
 @pytest.mark.parametrize("implementation", ["flash", "naive"])
