@@ -224,7 +224,7 @@ def _terms(
         raise TypeError(f"score must be a Score, got {type(score).__name__}; an additive tensor is Score(bias=...)")
     if scale is not None:
         check_number("scale", scale)
-        if not (scale > 0 and math.isfinite(scale)):
+        if not 0 < scale < math.inf:
             raise ValueError(f"scale must be positive and finite, got {scale}; scale q instead")
     check_number("dropout", dropout)
     if not 0 <= dropout < 1:

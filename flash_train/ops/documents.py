@@ -37,7 +37,8 @@ class Documents:
                 "for [total, H, D] tensors use flash_attention_packed"
             )
         B, T = ids.shape
-        changes = torch.cat([torch.ones_like(ids[:, :1], dtype=torch.bool), ids[:, 1:] != ids[:, :-1]], dim=1)
+        # not ids[:, 1:] != ids[:, :-1], of which torch.export makes a program that refuses T = 2
+        changes = (torch.arange(T, device=ids.device) == 0) | (ids != ids.roll(1, dims=1))
         number = changes.flatten().cumsum(0) - 1
         every = torch.arange(B * T, device=ids.device)
         first, end = torch.searchsorted(number, every), torch.searchsorted(number, every, right=True)

@@ -89,10 +89,16 @@ def _backward(
 def _double_backward(*args: Any) -> tuple[Tensor, ...]:
     *cotangents, grad_output, grad_lse, q, k, v = args[:10]
     terms = Terms(*args[10:])
-    with torch.autocast(q.device.type, enabled=False):
+    with _every_dispatch_key(), torch.autocast(q.device.type, enabled=False):
         results = tiled_double_backward(cotangents, grad_output, grad_lse, q, k, v, terms)
     present = (terms.bias is not None, terms.sinks is not None)
     return *results[:5], *(x if there else q.new_empty(0) for x, there in zip(results[5:], present, strict=True))
+
+
+def _every_dispatch_key() -> Any:
+    """Inside, a kernel may use `torch.func`, whose dispatch keys are switched off below a `TorchDispatchMode`."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded - excluded)
 
 
 # every device: the choice is made inside

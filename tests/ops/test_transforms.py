@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 from torch.utils import _pytree
+from torch.utils.flop_counter import FlopCounterMode
 
 from flash_train.ops.attention import Score, flash_attention, flash_attention_with_lse
 from tests.ops.tensors import qkv
@@ -73,6 +74,14 @@ def test_a_hessian_vector_product_by_torch_func_is_the_definitions():
         return torch.func.grad(lambda q: (gradient(q) * q).sum())(q)
 
     torch.testing.assert_close(product("tiled"), product("naive"))
+
+
+def test_second_derivatives_can_be_counted_and_watched():
+    q, k, v = qkv()
+    (gradient,) = torch.autograd.grad(flash_attention(q, k, v).sin().sum(), q, create_graph=True)
+    expected = torch.autograd.grad(gradient.sum(), v, retain_graph=True)
+    with FlopCounterMode(display=False):  # a dispatch mode, below which torch.func's keys are switched off
+        torch.testing.assert_close(torch.autograd.grad(gradient.sum(), v), expected)
 
 
 def test_the_second_derivatives_memory_is_linear_in_the_length():
