@@ -9,7 +9,7 @@ from flash_train.ops.attention import Mask, Score, flash_attention_packed, flash
 from tests.ops.cases import Case, Inputs, inputs
 from tests.ops.oracle import TORCH_SEED, exact
 
-__all__ = ["Case", "Inputs", "check", "inputs", "relative_error", "results"]
+__all__ = ["Case", "Inputs", "attention", "check", "error_norm", "inputs", "relative_error", "results"]
 
 
 def results(x: Inputs, *, implementation: str, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
@@ -21,7 +21,7 @@ def results(x: Inputs, *, implementation: str, dtype: torch.dtype | None = None)
         if y is not None
     }
     wanted = [leaves[name].requires_grad_() for name in leaves if name != "bias" or case.bias_gradient]
-    output, lse = _attention(x, leaves, implementation)
+    output, lse = attention(x, leaves, implementation)
     pairs = [(output, x.do.to(output.dtype)), (lse, x.dl.to(lse.dtype))][: 2 if case.lse_gradient else 1]
     outputs, weights = zip(*pairs, strict=True)
     gradients = torch.autograd.grad(outputs, wanted, weights)
@@ -29,7 +29,7 @@ def results(x: Inputs, *, implementation: str, dtype: torch.dtype | None = None)
     return {"output": output.detach(), "lse": lse.detach()} | dict(zip(names, gradients, strict=True))
 
 
-def _attention(x: Inputs, leaves: dict[str, Tensor], implementation: str) -> tuple[Tensor, Tensor]:
+def attention(x: Inputs, leaves: dict[str, Tensor], implementation: str) -> tuple[Tensor, Tensor]:
     """(output [B, H, T, E], log-sum-exp [B, H, T]), by the public function that takes the case's documents."""
     case = x.case
     mask = Mask(case.causal, case.window, case.alignment, x.ids, x.allowed)

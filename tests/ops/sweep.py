@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flash_train.ops.choice import interpreting
 from tests.ops.cases import inputs
 from tests.ops.errors import check, results
 from tests.ops.sweep_cases import SIZES, TOGETHER, generate, names
@@ -231,6 +232,12 @@ def report(outcomes: list[Outcome]) -> int:
     return 1 if failed else 0
 
 
+def start_in_the_interpreter() -> None:
+    """Triton reads the variable when it is imported, and torch may have done that: the command begins anew."""
+    if not interpreting():
+        os.execve(sys.executable, sys.orig_argv, os.environ | {"TRITON_INTERPRET": "1"})
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.ops.sweep", description=(__doc__ or "").split(":")[0])
     parser.add_argument("--device", default="cuda")
@@ -242,7 +249,7 @@ def main() -> int:
     parser.add_argument("--case", help="run this one alone, in this process: size-seed-number")
     given = parser.parse_args()
     if given.device == "cpu" and given.implementation == "triton":
-        os.environ["TRITON_INTERPRET"] = "1"
+        start_in_the_interpreter()
     if given.case is not None:
         return report([attempt(run_case, given.case, given.device, given.implementation)])
     seed = random.randrange(10**6) if given.seed is None else given.seed
