@@ -28,6 +28,7 @@ from tests.ops.sweep_cases import SIZES, TOGETHER, generate, names
 
 SILENCE_SECONDS = 180
 """After which processes that say nothing are taken for hung."""
+DEFAULT_PROCESSES = max(1, (os.cpu_count() or 1) - 2)
 _GPU_LOST = 77
 """The exit code of a process that has said what happened, and cannot use its GPU any more."""
 _GUARD = 512
@@ -211,7 +212,10 @@ def sweep(chosen: list[str], device: str, implementation: str, processes: int) -
         left = [name for name in chosen if name not in failed]
         blocks = [left[start : start + TOGETHER] for start in range(0, len(left), TOGETHER)]
         begin = time.perf_counter()
-        outcomes = Processes(task, blocks, device, implementation).run(processes)
+        if processes == 0:
+            outcomes = {name: attempt(task, name, device, implementation) for name in left}
+        else:
+            outcomes = Processes(task, blocks, device, implementation).run(processes)
         wall, work = time.perf_counter() - begin, sum(x.seconds for x in outcomes.values())
         print(f"{len(left)} cases {verb} in {wall:.1f} s by {processes} processes ({work:.1f} s of work)", flush=True)
         failed |= {name: x for name, x in outcomes.items() if x.error is not None}
@@ -245,7 +249,7 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=2000)
     parser.add_argument("--seed", type=int, help="drawn, and printed, if not given")
     parser.add_argument("--size", default="full", choices=SIZES)
-    parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 1) - 2))
+    parser.add_argument("--processes", type=int, default=DEFAULT_PROCESSES, help="0 runs the cases in this one")
     parser.add_argument("--case", help="run this one alone, in this process: size-seed-number")
     given = parser.parse_args()
     if given.device == "cpu" and given.implementation == "triton":

@@ -7,7 +7,7 @@ import torch
 
 from tests.ops.cases import LAYOUTS, Case
 
-TOGETHER = 25
+TOGETHER = 40
 """Cases of the size "full" in a row that share what the kernels are compiled for: head sizes, dtype, features."""
 
 

@@ -7,7 +7,8 @@ import torch
 import triton
 
 from flash_train.ops.attention import choose_implementation, flash_attention, flash_attention_with_lse
-from flash_train.ops.kernels import backward, forward, launch
+from flash_train.ops.kernels import launch
+from tests.ops import sweep
 from tests.ops.errors import Case, check, inputs, results
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
@@ -27,29 +28,27 @@ SMALL = [
 
 
 @pytest.fixture(autouse=True)
-def poisoned_memory(monkeypatch):
-    """What a kernel forgets to write is NaN."""
-
-    def empty(like, *shape, dtype=None):
-        return torch.full(shape, math.nan, dtype=dtype or like.dtype, device=like.device)
-
-    monkeypatch.setattr(forward, "empty", empty)
-    monkeypatch.setattr(backward, "empty", empty)
+def poisoned_memory():
+    """What a kernel forgets to write is NaN, and what it writes beside an output is found."""
+    with sweep.poisoned_memory("triton") as memory:
+        yield
+        assert not memory.touched_outside()
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("case", SMALL, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_kernels_lose_no_more_than_plain_pytorch(dtype, case, causal):
-    tensors = inputs(case, dtype, DEVICE)
-    check(tensors, causal=causal, implementation="triton", dtype=dtype, budget=BUDGET.get(dtype, 2.0))
+    x = inputs(case._replace(causal=causal), dtype, DEVICE)
+    check(x, implementation="triton", budget=BUDGET.get(dtype, 2.0))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_one_key_is_passed_on(dtype):
     """P is 1: the output is v itself, and dS = dO v - delta cancels down to -dL, but for the products' rounding."""
-    q, k, v, do, dl = inputs(Case(1, 4, 2, 33, 1, 9, 20), dtype, DEVICE)
-    output, lse, dq, *_ = results([q, k, v, do, dl], causal=False, implementation="triton", dtype=dtype)
+    x = inputs(Case(1, 4, 2, 33, 1, 9, 20), dtype, DEVICE)
+    q, k, v, do, dl, *_ = x
+    output, lse, dq, *_ = results(x, implementation="triton").values()
     k, v = (x.double().repeat_interleave(2, dim=1) for x in (k, v))
     assert torch.equal(output.double(), v.expand_as(output))
     torch.testing.assert_close(lse.double(), (q.double() @ k.transpose(-1, -2)).squeeze(-1) / 3, rtol=1e-6, atol=1e-6)
@@ -61,7 +60,7 @@ def test_one_key_is_passed_on(dtype):
 
 @pytest.mark.parametrize("layout", ["heads first", "sliced", "broadcast gradient", "transposed head"])
 def test_any_strides_give_the_same_answer(layout):
-    q, k, v, do, _ = inputs(Case(2, 4, 2, 19, 23, 16, 16), torch.float32, DEVICE)
+    q, k, v, do, *_ = inputs(Case(2, 4, 2, 19, 23, 16, 16), torch.float32, DEVICE)
     expected = gradients(q.contiguous(), k.contiguous(), v.contiguous(), torch.ones_like(do).contiguous())
     if layout == "heads first":
         q, k, v = (x.contiguous() for x in (q, k, v))
@@ -81,7 +80,7 @@ def gradients(q, k, v, do):
 
 
 def test_rows_that_see_nothing_give_zero_and_minus_infinity():
-    q, k, v, do, _ = inputs(Case(1, 2, 2, 40, 7, 16, 16), torch.float32, DEVICE)
+    q, k, v, do, *_ = inputs(Case(1, 2, 2, 40, 7, 16, 16), torch.float32, DEVICE)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     output, lse = flash_attention_with_lse(*leaves, causal=True, implementation="triton")
     dq, dk, dv = torch.autograd.grad(output, leaves, do)
@@ -102,7 +101,7 @@ def test_elements_too_far_apart_for_a_tiles_32_bit_offsets_are_copied(row, colum
     ("change", "message"),
     [
         (dict(dtype=torch.float64), "take fp16, bf16 and fp32, not torch.float64; implementation='flash' takes"),
-        (dict(size=7), "take head sizes 8 to 256, not 7"),
+        (dict(size=257), "take head sizes 1 to 256, not 257"),
     ],
 )
 def test_what_the_kernels_do_not_take_is_refused_by_name_and_stepped_down_otherwise(change, message):

@@ -9,7 +9,7 @@ import triton
 from flash_train.ops.choice import interpreting
 from tests.ops.cases import Case, inputs
 from tests.ops.errors import check, results
-from tests.ops.sweep import Memory, Processes, attempt, run_case, sweep
+from tests.ops.sweep import DEFAULT_PROCESSES, Memory, Processes, attempt, run_case, sweep
 from tests.ops.sweep_cases import generate, names
 
 SEED = int(os.environ.get("SWEEP_SEED", "0"))
@@ -33,7 +33,7 @@ def test_kernels_in_the_interpreter(name):
 
 @pytest.mark.gpu
 def test_kernels_on_the_gpu():
-    outcomes = sweep(names("full", SEED, 300), "cuda", "triton", max(1, (os.cpu_count() or 1) - 2))
+    outcomes = sweep(names("full", SEED, 300), "cuda", "triton", DEFAULT_PROCESSES)
     assert len(outcomes) == 300
     assert [x for x in outcomes if x.error is not None] == []
 
