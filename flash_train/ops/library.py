@@ -20,8 +20,9 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from flash_train.ops.choice import choose_implementation
+from flash_train.ops.double_backward import tiled_double_backward
 from flash_train.ops.features import SCHEMA, Terms
-from flash_train.ops.tiled import tiled_attention, tiled_attention_backward, tiled_double_backward
+from flash_train.ops.tiled import tiled_attention, tiled_attention_backward
 
 _log = logging.getLogger(__name__)
 _library = torch.library.Library("flash_train", "DEF")

@@ -1,19 +1,19 @@
-"""Rungs 4 and 5 of the ladder in plain PyTorch, and the derivative of rung 5: the operators' kernels for CPU tensors.
+"""Rungs 4 and 5 of the ladder in plain PyTorch: the operators' kernels for CPU tensors.
 
 fp16 and bf16 inputs are computed in fp32, tile by tile. Documents are taken one by one, as if each stood alone: no
 tile spans two.
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flash_train.ops.dropout import STEP_KEY, STEP_QUERY, kept, keys
 from flash_train.ops.features import SEED_STEP, Rows, Terms, rows_of
-from flash_train.ops.reference import State, finish, first_state, safe_attention
+from flash_train.ops.reference import State, finish, first_state
 
 
 def default_tile(q: Tensor) -> int:
@@ -29,7 +29,7 @@ def tiled_attention(q: Tensor, k: Tensor, v: Tensor, terms: Terms, *, tile: int 
     so that [B, T, H * E] is free.
     """
     B, H, T, _ = q.shape
-    dtype = _compute_dtype(q)
+    dtype = compute_dtype(q)
     output = torch.empty(B, T, H, v.shape[-1], dtype=terms.output_dtype or q.dtype, device=q.device).transpose(1, 2)
     lse = torch.empty(B, H, T, dtype=dtype, device=q.device)
     for part in _documents(q, k, terms):
@@ -70,7 +70,7 @@ def tiled_attention_backward(
     dL enters where the softmax's own correction does: delta = rowsum(dO * O) - dL. The two last are None where there
     is no such input; the bias's is computed on demand.
     """
-    dtype = _compute_dtype(q)
+    dtype = compute_dtype(q)
     delta = row_delta(grad_output, output, grad_lse, dtype)
     dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
     dbias = None
@@ -119,72 +119,6 @@ def _backward(do: Tensor, delta: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: T
             dq_tile.add_(ds @ k_tile)
             dk[:, :, columns].add_(walk.groups(ds.transpose(-2, -1) @ q_tile))  # q_tile carries the scale
         dq[:, :, rows] = walk.heads(dq_tile.mul_(terms.scale))
-
-
-def tiled_double_backward(
-    cotangents: Sequence[Tensor | None],
-    grad_output: Tensor | None,
-    grad_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    terms: Terms,
-    *,
-    tile: int | None = None,
-) -> tuple[Tensor, ...]:
-    """The second derivative: the gradients of sum(cotangents * backward(...)) for (dO, dL, q, k, v, bias, sinks).
-
-    `cotangents` are those of (dQ, dK, dV, d bias, d sinks), None for zeros. A tile of queries is taken against all keys
-    at once, by differentiating the definition (rung 2): memory grows with T + S, and every feature is right because
-    the definition is.
-    """
-    B, H, T, _ = q.shape
-    dtype = _compute_dtype(q)
-    zero = torch.zeros((), dtype=dtype, device=q.device)
-    inputs = [
-        zero.expand(B, H, T, v.shape[-1]) if grad_output is None else grad_output,
-        zero.expand(B, H, T) if grad_lse is None else grad_lse,
-        q,
-        k,
-        v,
-        zero.expand(1, 1, 1, 1) if terms.bias is None else terms.bias,
-        (zero - math.inf).expand(B, H) if terms.sinks is None else terms.sinks,  # which adds exp(-inf) = 0
-    ]
-    weights = [zero.expand(x.shape) if w is None else w for w, x in zip(cotangents, inputs[2:], strict=True)]
-    totals = [torch.zeros(x.shape, dtype=dtype, device=q.device) for x in inputs]
-
-    for rows in _tiles(0, T, tile or default_tile(q)):
-
-        def part(do: Tensor, dl: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sinks: Tensor,
-                 rows: slice = rows) -> tuple[Tensor, ...]:  # fmt: skip
-            """What these rows use of each input; k, v and sinks they use whole."""
-            return (
-                do[:, :, rows],
-                dl[:, :, rows],
-                q[:, :, rows],
-                k,
-                v,
-                bias[:, :, rows] if bias.shape[2] > 1 else bias,
-                sinks,
-            )
-
-        def forward(
-            q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sinks: Tensor, rows: slice = rows
-        ) -> tuple[Tensor, Tensor]:
-            if bias.shape[2] > 1:  # where `scores` looks for it: among all T
-                bias = torch.nn.functional.pad(bias, (0, 0, rows.start, T - rows.stop))
-            output, lse = safe_attention(q, k, v, terms._replace(bias=bias, sinks=sinks), rows=rows, T=T)
-            return output, lse.masked_fill(lse == -math.inf, 0.0)
-
-        def backward(do: Tensor, dl: Tensor, *of: Tensor, forward: Any = forward) -> tuple[Tensor, ...]:
-            return torch.func.vjp(forward, *of)[1]((do, dl))
-
-        leaves = [x.detach().to(dtype) for x in part(*inputs)]
-        _, pull = torch.func.vjp(backward, *leaves)
-        parts = part(inputs[0], inputs[1], *weights)[2:]
-        for total, x in zip(part(*totals), pull(tuple(w.detach().to(dtype) for w in parts)), strict=True):
-            total.add_(x)
-    return tuple(total.to(x.dtype) for total, x in zip(totals, inputs, strict=True))
 
 
 def row_delta(grad_output: Tensor, output: Tensor, grad_lse: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -250,16 +184,16 @@ class _Walk:
     def __init__(self, q: Tensor, k: Tensor, terms: Terms, tile: int) -> None:
         self.B, self.H, self.T, _ = q.shape
         self.G, self.S = k.shape[1:3]
-        self.terms, self.tile, self.dtype, self.device = terms, tile, _compute_dtype(q), q.device
+        self.terms, self.tile, self.dtype, self.device = terms, tile, compute_dtype(q), q.device
         self.see = rows_of(self.T, self.S, terms, torch.device("cpu"))  # the loop reads it
 
     def query_tiles(self) -> list[slice]:
-        return _tiles(0, self.T, self.tile)
+        return tiles(0, self.T, self.tile)
 
     def key_tiles(self, rows: slice) -> list[slice]:
         """Those that hold a key which one of the rows sees: both bounds rise from row to row."""
         low, high = int(self.see.low[rows.start]), int(self.see.high[rows.stop - 1])
-        return _tiles(low // self.tile * self.tile, high, self.tile)
+        return tiles(low // self.tile * self.tile, high, self.tile)
 
     def queries(self, x: Tensor, rows: slice) -> Tensor:
         """Rows of [B, H, T, D] as [B * G, (H / G) * rows, D]: a group's heads share their keys, so they are rows."""
@@ -329,11 +263,11 @@ class _Walk:
         return self.rows(keep)
 
 
-def _compute_dtype(q: Tensor) -> torch.dtype:
+def compute_dtype(q: Tensor) -> torch.dtype:
     return torch.promote_types(q.dtype, torch.float32)
 
 
-def _tiles(start: int, stop: int, tile: int) -> list[slice]:
+def tiles(start: int, stop: int, tile: int) -> list[slice]:
     return [slice(first, min(first + tile, stop)) for first in range(start, stop, tile)]
 
 
