@@ -25,7 +25,7 @@ from flash_train.ops.kernels.bias import bias_kernel
 from flash_train.ops.kernels.forward import forward_kernel
 from flash_train.ops.kernels.launch import block_size, compiled_features
 from flash_train.ops.kernels.tables import DIRECTIONS, Launch, lookup
-from flash_train.ops.kernels.tiles import Constants, Extras
+from flash_train.ops.kernels.tiles import Constants
 
 KERNELS = {"forward": forward_kernel, "dkdv": dkdv_kernel, "dq": dq_kernel, "bias": bias_kernel}
 # the launch table's name, the compiler's target, whether there is a copy engine
@@ -60,33 +60,28 @@ def compiled(kernel_name: str, size: int, launch: Launch, target: GPUTarget, dty
     constants = Constants(size, size, launch.block_t, launch.block_s, width, width, *compiled_features(terms),
                           descriptor, "ieee", False)  # fmt: skip
     rows = dict(q=launch.block_t, do=launch.block_t, k=launch.block_s, v=launch.block_s)
-    per_head, four = ("constexpr", "i32"), ("i32", "i32", "i32", "constexpr")
+    strides = ("i32", "i32", "i32", "constexpr")
     types = dict(
-        x=Extras("*fp32", four, "*u8", four, "*fp32", ("i32", "constexpr"), "*fp32", ("i32", "constexpr"), "*i64",
-                 ("constexpr",), "*i32", "*i32", "*i32"),
-        c=Constants(*["constexpr"] * len(constants)),
         **dict.fromkeys(("scale", "soft_cap", "keep_scale"), "fp32"),
-        **dict.fromkeys(("lse", "delta", "dbias"), "*fp32"),
+        **dict.fromkeys(("lse", "delta", "dbias", "bias", "slopes", "sinks"), "*fp32"),
         **dict.fromkeys(("q", "k", "v", "do", "output", "dq", "dk", "dv"), f"*{dtype}"),
-        **dict.fromkeys(("ALL_ROWS", "ALL_KEYS"), "constexpr"),
-    )  # fmt: skip
-    assert per_head  # noqa
+        **dict.fromkeys(("bounds", "query_document", "key_document"), "*i32"),
+        allowed="*u8",
+        seed="*i64",
+    )
+    fixed = constants._asdict() | dict(ALL_ROWS=False, ALL_KEYS=False)
     signature, values, attributes = {}, {}, {}
     for index, name in enumerate(kernel.arg_names):
         signature[name] = types.get(name, "i32")
-        if name.endswith("_strides"):
-            signature[name], values[index, 3] = four, 1
+        if name in fixed:
+            signature[name], values[index,] = "constexpr", fixed[name]
+        elif name.endswith("_strides"):
+            signature[name], values[index, 3] = strides, 1
             attributes |= {(index, dimension): [["tt.divisibility", 16]] for dimension in range(3)}
         elif name in rows and descriptor:
             signature[name] = f"tensordesc<{dtype}[1, 1, {rows[name]}, {width}]>"
-        elif signature[name].__class__ is str and signature[name].startswith("*"):
+        elif signature[name].startswith("*"):
             attributes[index,] = [["tt.divisibility", 16]]
-        elif name in ("ALL_ROWS", "ALL_KEYS"):
-            values[index,] = False
-        elif name == "c":
-            values |= {(index, i): value for i, value in enumerate(constants)}
-        elif name == "x":
-            values |= {(index, 1, 3): 1, (index, 3, 3): 1, (index, 5, 1): 1, (index, 7, 1): 1, (index, 9, 0): 1}
     options = dict(num_warps=launch.warps, num_stages=launch.stages, enable_fp_fusion=True)
     return triton.compile(ASTSource(kernel, signature, values, attributes), target=target, options=options)
 

@@ -26,6 +26,9 @@ from flash_train.ops.kernels.scores import (
 )
 from flash_train.ops.kernels.tables import Launch
 from flash_train.ops.kernels.tiles import (
+    NOT_SPECIALIZED,
+    Constants,
+    Extras,
     Numbers,
     documents_of,
     is_seen,
@@ -127,26 +130,44 @@ def _gather(k_tile, v_tile, q, do, lse, delta, dk, dv, q_strides, do_strides, dk
     store_tile(dv, dv_strides, b, g, first, span.first_key, span.end_key, dv_acc, c.E, c.BLOCK_S, c.BLOCK_E)
 
 
-@triton.jit(do_not_specialize=["heads", "H", "G", "T", "S", "left", "right", "shift", "flags", "threshold"])
-def dkdv_kernel(q, k, v, do, lse, delta, dk, dv, q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides,
-                heads, H, G, T, S, left, right, shift, flags, scale, soft_cap, keep_scale, threshold,
-                x, c):  # fmt: skip
+@triton.jit
+def _dkdv_program(q, k, v, do, lse, delta, dk, dv, q_strides, k_strides, v_strides, do_strides, dk_strides,
+                  dv_strides, n, x, c):  # fmt: skip
     """One program: BLOCK_S keys of one key head against every query that sees them, of all the group's heads."""
-    n = Numbers(heads, H, G, T, S, left, right, shift, flags, scale, soft_cap, keep_scale, threshold)
-    block, key_head = locate(tl.cdiv(S, c.BLOCK_S), heads, False)  # causal: the first keys have most rows
-    b = key_head // G
-    g = key_head - b * G
+    block, key_head = locate(tl.cdiv(n.S, c.BLOCK_S), n.heads, False)  # causal: the first keys have most rows
+    b = key_head // n.G
+    g = key_head - b * n.G
     first = block * c.BLOCK_S
-    k_tile = load_tile(k, k_strides, b, g, first, S, c.D, c.BLOCK_S, c.BLOCK_D, c.DESCRIPTOR, False)
-    v_tile = load_tile(v, v_strides, b, g, first, S, c.E, c.BLOCK_S, c.BLOCK_E, c.DESCRIPTOR, False)
+    k_tile = load_tile(k, k_strides, b, g, first, n.S, c.D, c.BLOCK_S, c.BLOCK_D, c.DESCRIPTOR, False)
+    v_tile = load_tile(v, v_strides, b, g, first, n.S, c.E, c.BLOCK_S, c.BLOCK_E, c.DESCRIPTOR, False)
     if c.MASK == "documents":
-        number, end = documents_of(x.key_document, b, first, S, c.BLOCK_S)
+        number, end = documents_of(x.key_document, b, first, n.S, c.BLOCK_S)
         for document in tl.range(number, end):
             _gather(k_tile, v_tile, q, do, lse, delta, dk, dv, q_strides, do_strides, dk_strides, dv_strides, b, g,
                     first, span_of(document, n, x), n, x, c)  # fmt: skip
     else:
         _gather(k_tile, v_tile, q, do, lse, delta, dk, dv, q_strides, do_strides, dk_strides, dv_strides, b, g, first,
                 whole(n), n, x, c)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
+def dkdv_kernel(q, k, v, do, lse, delta, dk, dv, q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides,
+                bias, bias_strides, allowed, allowed_strides, slopes, sinks, seed, bounds, query_document,
+                key_document, heads, H, G, T, S, left, right, shift, head_stride, flags, scale, soft_cap, keep_scale,
+                threshold, D: tl.constexpr, E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
+                BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, MASK: tl.constexpr, MODIFIED: tl.constexpr,
+                SOFT_CAP: tl.constexpr, DENSE: tl.constexpr, DROPOUT: tl.constexpr, DESCRIPTOR: tl.constexpr,
+                PRECISION: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
+    """`_dkdv_program`, its arguments flat."""
+    _dkdv_program(q, k, v, do, lse, delta, dk, dv, q_strides, k_strides, v_strides, do_strides, dk_strides,
+                  dv_strides,
+                  Numbers(heads, H, G, T, S, left, right, shift, head_stride, flags, scale, soft_cap, keep_scale,
+                          threshold),
+                  Extras(bias, bias_strides[0], bias_strides[1], bias_strides[2], bias_strides[3], allowed,
+                         allowed_strides[0], allowed_strides[1], allowed_strides[2], allowed_strides[3], slopes,
+                         sinks, seed, bounds, query_document, key_document),
+                  Constants(D, E, BLOCK_T, BLOCK_S, BLOCK_D, BLOCK_E, MASK, MODIFIED, SOFT_CAP, DENSE, DROPOUT,
+                            DESCRIPTOR, PRECISION, UPCAST))  # fmt: skip
 
 
 @triton.jit
@@ -197,25 +218,43 @@ def _collect(q_tile, do_tile, k, v, lse, delta, dq, k_strides, v_strides, dq_str
     store_tile(dq, dq_strides, b, h, first, span.first_query, span.end_query, acc * n.scale, c.D, c.BLOCK_T, c.BLOCK_D)
 
 
-@triton.jit(do_not_specialize=["heads", "H", "G", "T", "S", "left", "right", "shift", "flags", "threshold"])
-def dq_kernel(q, k, v, do, lse, delta, dq, q_strides, k_strides, v_strides, do_strides, dq_strides, heads, H, G, T, S,
-              left, right, shift, flags, scale, soft_cap, keep_scale, threshold, x, c):  # fmt: skip
+@triton.jit
+def _dq_program(q, k, v, do, lse, delta, dq, q_strides, k_strides, v_strides, do_strides, dq_strides, n, x,
+                c):  # fmt: skip
     """One program: BLOCK_T queries of one head against all keys that they see."""
-    n = Numbers(heads, H, G, T, S, left, right, shift, flags, scale, soft_cap, keep_scale, threshold)
-    block, head = locate(tl.cdiv(T, c.BLOCK_T), heads, c.MASK != "full")
-    b = head // H
-    h = head - b * H
+    block, head = locate(tl.cdiv(n.T, c.BLOCK_T), n.heads, c.MASK != "full")
+    b = head // n.H
+    h = head - b * n.H
     first = block * c.BLOCK_T
-    q_tile = load_tile(q, q_strides, b, h, first, T, c.D, c.BLOCK_T, c.BLOCK_D, c.DESCRIPTOR, False)
-    do_tile = load_tile(do, do_strides, b, h, first, T, c.E, c.BLOCK_T, c.BLOCK_E, c.DESCRIPTOR, False)
+    q_tile = load_tile(q, q_strides, b, h, first, n.T, c.D, c.BLOCK_T, c.BLOCK_D, c.DESCRIPTOR, False)
+    do_tile = load_tile(do, do_strides, b, h, first, n.T, c.E, c.BLOCK_T, c.BLOCK_E, c.DESCRIPTOR, False)
     if c.MASK == "documents":
-        number, end = documents_of(x.query_document, b, first, T, c.BLOCK_T)
+        number, end = documents_of(x.query_document, b, first, n.T, c.BLOCK_T)
         for document in tl.range(number, end):
             _collect(q_tile, do_tile, k, v, lse, delta, dq, k_strides, v_strides, dq_strides, b, h, head, first,
                      span_of(document, n, x), n, x, c)  # fmt: skip
     else:
         _collect(q_tile, do_tile, k, v, lse, delta, dq, k_strides, v_strides, dq_strides, b, h, head, first, whole(n),
                  n, x, c)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
+def dq_kernel(q, k, v, do, lse, delta, dq, q_strides, k_strides, v_strides, do_strides, dq_strides, bias,
+              bias_strides, allowed, allowed_strides, slopes, sinks, seed, bounds, query_document, key_document,
+              heads, H, G, T, S, left, right, shift, head_stride, flags, scale, soft_cap, keep_scale, threshold,
+              D: tl.constexpr, E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+              BLOCK_E: tl.constexpr, MASK: tl.constexpr, MODIFIED: tl.constexpr, SOFT_CAP: tl.constexpr,
+              DENSE: tl.constexpr, DROPOUT: tl.constexpr, DESCRIPTOR: tl.constexpr, PRECISION: tl.constexpr,
+              UPCAST: tl.constexpr):  # fmt: skip
+    """`_dq_program`, its arguments flat."""
+    _dq_program(q, k, v, do, lse, delta, dq, q_strides, k_strides, v_strides, do_strides, dq_strides,
+                Numbers(heads, H, G, T, S, left, right, shift, head_stride, flags, scale, soft_cap, keep_scale,
+                        threshold),
+                Extras(bias, bias_strides[0], bias_strides[1], bias_strides[2], bias_strides[3], allowed,
+                       allowed_strides[0], allowed_strides[1], allowed_strides[2], allowed_strides[3], slopes,
+                       sinks, seed, bounds, query_document, key_document),
+                Constants(D, E, BLOCK_T, BLOCK_S, BLOCK_D, BLOCK_E, MASK, MODIFIED, SOFT_CAP, DENSE, DROPOUT,
+                          DESCRIPTOR, PRECISION, UPCAST))  # fmt: skip
 
 
 def attention_backward(
@@ -249,8 +288,8 @@ def attention_backward(
         run(
             kernel, (triton.cdiv(T, t) if kernel is dq_kernel else triton.cdiv(S, s)) * heads, launch,
             *inputs, lse, delta, *outputs, q.stride(), k.stride(), v.stride(), do.stride(),
-            *(x.stride() for x in outputs), heads, *call.numbers, call.extras,
-            call.constants(launch, descriptor=descriptor),
+            *(x.stride() for x in outputs), *call.extras, heads, *call.numbers,
+            *call.constants(launch, descriptor=descriptor),
         )  # fmt: skip
 
     call.start("dkdv", lambda launch: start(dkdv_kernel, (dk, dv), B * G, launch), launches[0])

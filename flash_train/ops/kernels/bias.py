@@ -13,6 +13,9 @@ from flash_train.ops.kernels.launch import Call, empty, run
 from flash_train.ops.kernels.scores import drop, dropout_base, key_keys, log2_unit, modify, query_keys, slope_of
 from flash_train.ops.kernels.tables import Launch
 from flash_train.ops.kernels.tiles import (
+    NOT_SPECIALIZED,
+    Constants,
+    Extras,
     Numbers,
     is_seen,
     load_tile,
@@ -64,22 +67,19 @@ def _dS(q, k, v, do, lse, delta, q_strides, k_strides, v_strides, do_strides, b,
     return ds
 
 
-@triton.jit(do_not_specialize=["heads", "H", "G", "T", "S", "left", "right", "shift", "flags", "threshold", "BATCHES",
-                               "HEADS", "parts"])  # fmt: skip
-def bias_kernel(q, k, v, do, lse, delta, dbias, q_strides, k_strides, v_strides, do_strides, heads, H, G, T, S, left,
-                right, shift, flags, scale, soft_cap, keep_scale, threshold, x, c, BATCHES, HEADS, parts,
-                ALL_ROWS: tl.constexpr, ALL_KEYS: tl.constexpr):  # fmt: skip
+@triton.jit
+def _bias_program(q, k, v, do, lse, delta, dbias, q_strides, k_strides, v_strides, do_strides, n, x, c, BATCHES,
+                  HEADS, parts, ALL_ROWS: tl.constexpr, ALL_KEYS: tl.constexpr):  # fmt: skip
     """One program: a tile of `dbias` [parts, BATCHES, HEADS, T or 1, S or 1] fp32; ALL_ROWS and ALL_KEYS mean the 1."""
-    n = Numbers(heads, H, G, T, S, left, right, shift, flags, scale, soft_cap, keep_scale, threshold)
-    row_blocks, key_blocks = tl.cdiv(T, c.BLOCK_T), tl.cdiv(S, c.BLOCK_S)
+    row_blocks, key_blocks = tl.cdiv(n.T, c.BLOCK_T), tl.cdiv(n.S, c.BLOCK_S)
     own_rows, own_keys = 1 if ALL_ROWS else row_blocks, 1 if ALL_KEYS else key_blocks
     rest = tl.program_id(0)
     key_block, rest = rest % own_keys, rest // own_keys
     row_block, rest = rest % own_rows, rest // own_rows
     own_h, rest = rest % HEADS, rest // HEADS
     own_b, part = rest % BATCHES, rest // BATCHES
-    more_heads = H // HEADS  # HEADS is H or 1, and so is BATCHES
-    pairs = heads // H // BATCHES * more_heads
+    more_heads = n.H // HEADS  # HEADS is n.H or 1, and so is BATCHES
+    pairs = n.heads // n.H // BATCHES * more_heads
 
     total = tl.zeros([c.BLOCK_T, c.BLOCK_S], tl.float32)
     for pair in tl.range(part, pairs, parts):
@@ -91,17 +91,37 @@ def bias_kernel(q, k, v, do, lse, delta, dbias, q_strides, k_strides, v_strides,
                              (row_block + i) * c.BLOCK_T, (key_block + j) * c.BLOCK_S, n, x, c)  # fmt: skip
 
     rows, keys = row_block * c.BLOCK_T + tl.arange(0, c.BLOCK_T), key_block * c.BLOCK_S + tl.arange(0, c.BLOCK_S)
-    height, width = 1 if ALL_ROWS else T, 1 if ALL_KEYS else S
+    height, width = 1 if ALL_ROWS else n.T, 1 if ALL_KEYS else n.S
     at = dbias + ((part * BATCHES + own_b) * HEADS + own_h).to(tl.int64) * height * width
     if ALL_ROWS and ALL_KEYS:
         tl.store(at, tl.sum(total))
     elif ALL_ROWS:
-        tl.store(at + keys, tl.sum(total, 0), mask=keys < S)
+        tl.store(at + keys, tl.sum(total, 0), mask=keys < n.S)
     elif ALL_KEYS:
-        tl.store(at + rows, tl.sum(total, 1), mask=rows < T)
+        tl.store(at + rows, tl.sum(total, 1), mask=rows < n.T)
     else:
-        tl.store(at + rows.to(tl.int64)[:, None] * S + keys[None, :], total,
-                 mask=(rows < T)[:, None] & (keys < S)[None, :])  # fmt: skip
+        tl.store(at + rows.to(tl.int64)[:, None] * n.S + keys[None, :], total,
+                 mask=(rows < n.T)[:, None] & (keys < n.S)[None, :])  # fmt: skip
+
+
+@triton.jit(do_not_specialize=[*NOT_SPECIALIZED, "BATCHES", "HEADS", "parts"])
+def bias_kernel(q, k, v, do, lse, delta, dbias, q_strides, k_strides, v_strides, do_strides, bias, bias_strides,
+                allowed, allowed_strides, slopes, sinks, seed, bounds, query_document, key_document, heads, H, G, T,
+                S, left, right, shift, head_stride, flags, scale, soft_cap, keep_scale, threshold, BATCHES, HEADS,
+                parts, D: tl.constexpr, E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
+                BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, MASK: tl.constexpr, MODIFIED: tl.constexpr,
+                SOFT_CAP: tl.constexpr, DENSE: tl.constexpr, DROPOUT: tl.constexpr, DESCRIPTOR: tl.constexpr,
+                PRECISION: tl.constexpr, UPCAST: tl.constexpr, ALL_ROWS: tl.constexpr,
+                ALL_KEYS: tl.constexpr):  # fmt: skip
+    """`_bias_program`, its arguments flat."""
+    _bias_program(q, k, v, do, lse, delta, dbias, q_strides, k_strides, v_strides, do_strides,
+                  Numbers(heads, H, G, T, S, left, right, shift, head_stride, flags, scale, soft_cap, keep_scale,
+                          threshold),
+                  Extras(bias, bias_strides[0], bias_strides[1], bias_strides[2], bias_strides[3], allowed,
+                         allowed_strides[0], allowed_strides[1], allowed_strides[2], allowed_strides[3], slopes,
+                         sinks, seed, bounds, query_document, key_document),
+                  Constants(D, E, BLOCK_T, BLOCK_S, BLOCK_D, BLOCK_E, MASK, MODIFIED, SOFT_CAP, DENSE, DROPOUT,
+                            DESCRIPTOR, PRECISION, UPCAST), BATCHES, HEADS, parts, ALL_ROWS, ALL_KEYS)  # fmt: skip
 
 
 def bias_gradient(
@@ -121,8 +141,8 @@ def bias_gradient(
         partials[:] = [empty(lse, parts, *bias.shape)]
         run(
             bias_kernel, parts * tiles, launch, q, k, v, do, lse, delta, partials[0], q.stride(), k.stride(),
-            v.stride(), do.stride(), B * H, *call.numbers, call.extras, call.constants(launch, descriptor=False),
-            batches, heads, parts, height < T, width < S,
+            v.stride(), do.stride(), *call.extras, B * H, *call.numbers, batches, heads, parts,
+            *call.constants(launch, descriptor=False), height < T, width < S,
         )  # fmt: skip
 
     call.start("dq", start, None)  # a tile of queries by a tile of keys, as there

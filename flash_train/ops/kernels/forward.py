@@ -20,6 +20,9 @@ from flash_train.ops.kernels.scores import (
 from flash_train.ops.kernels.tables import Launch
 from flash_train.ops.kernels.tiles import (
     LN_2,
+    NOT_SPECIALIZED,
+    Constants,
+    Extras,
     Numbers,
     documents_of,
     is_seen,
@@ -95,23 +98,40 @@ def _attend(q_tile, k, v, output, lse, k_strides, v_strides, output_strides, b, 
     tl.store(lse + head.to(tl.int64) * n.T + t, m * LN_2 + tl.log(l_safe), mask=mine)
 
 
-@triton.jit(do_not_specialize=["heads", "H", "G", "T", "S", "left", "right", "shift", "flags", "threshold"])
-def forward_kernel(q, k, v, output, lse, q_strides, k_strides, v_strides, output_strides, heads, H, G, T, S, left,
-                   right, shift, flags, scale, soft_cap, keep_scale, threshold, x, c):  # fmt: skip
+@triton.jit
+def _forward_program(q, k, v, output, lse, q_strides, k_strides, v_strides, output_strides, n, x, c):  # fmt: skip
     """One program: BLOCK_T queries of one head against all keys that they see."""
-    n = Numbers(heads, H, G, T, S, left, right, shift, flags, scale, soft_cap, keep_scale, threshold)
-    block, head = locate(tl.cdiv(T, c.BLOCK_T), heads, c.MASK != "full")
-    b = head // H
-    h = head - b * H
+    block, head = locate(tl.cdiv(n.T, c.BLOCK_T), n.heads, c.MASK != "full")
+    b = head // n.H
+    h = head - b * n.H
     first = block * c.BLOCK_T
-    q_tile = load_tile(q, q_strides, b, h, first, T, c.D, c.BLOCK_T, c.BLOCK_D, c.DESCRIPTOR, False)
+    q_tile = load_tile(q, q_strides, b, h, first, n.T, c.D, c.BLOCK_T, c.BLOCK_D, c.DESCRIPTOR, False)
     if c.MASK == "documents":
-        number, end = documents_of(x.query_document, b, first, T, c.BLOCK_T)
+        number, end = documents_of(x.query_document, b, first, n.T, c.BLOCK_T)
         for document in tl.range(number, end):
             _attend(q_tile, k, v, output, lse, k_strides, v_strides, output_strides, b, h, head, first,
                     span_of(document, n, x), n, x, c)  # fmt: skip
     else:
         _attend(q_tile, k, v, output, lse, k_strides, v_strides, output_strides, b, h, head, first, whole(n), n, x, c)
+
+
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
+def forward_kernel(q, k, v, output, lse, q_strides, k_strides, v_strides, output_strides, bias, bias_strides, allowed,
+                   allowed_strides, slopes, sinks, seed, bounds, query_document, key_document, heads, H, G, T, S,
+                   left, right, shift, head_stride, flags, scale, soft_cap, keep_scale, threshold, D: tl.constexpr,
+                   E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+                   BLOCK_E: tl.constexpr, MASK: tl.constexpr, MODIFIED: tl.constexpr, SOFT_CAP: tl.constexpr,
+                   DENSE: tl.constexpr, DROPOUT: tl.constexpr, DESCRIPTOR: tl.constexpr, PRECISION: tl.constexpr,
+                   UPCAST: tl.constexpr):  # fmt: skip
+    """`_forward_program`, its arguments flat."""
+    _forward_program(q, k, v, output, lse, q_strides, k_strides, v_strides, output_strides,
+                     Numbers(heads, H, G, T, S, left, right, shift, head_stride, flags, scale, soft_cap, keep_scale,
+                             threshold),
+                     Extras(bias, bias_strides[0], bias_strides[1], bias_strides[2], bias_strides[3], allowed,
+                            allowed_strides[0], allowed_strides[1], allowed_strides[2], allowed_strides[3], slopes,
+                            sinks, seed, bounds, query_document, key_document),
+                     Constants(D, E, BLOCK_T, BLOCK_S, BLOCK_D, BLOCK_E, MASK, MODIFIED, SOFT_CAP, DENSE, DROPOUT,
+                               DESCRIPTOR, PRECISION, UPCAST))  # fmt: skip
 
 
 def attention_forward(
@@ -133,8 +153,8 @@ def attention_forward(
         inputs, descriptor = describe([q, k, v], [(t, d), (s, d), (s, e)])
         run(
             forward_kernel, triton.cdiv(T, t) * B * H, launch,
-            *inputs, output, lse, q.stride(), k.stride(), v.stride(), output.stride(), B * H, *call.numbers,
-            call.extras, call.constants(launch, descriptor=descriptor),
+            *inputs, output, lse, q.stride(), k.stride(), v.stride(), output.stride(), *call.extras, B * H,
+            *call.numbers, *call.constants(launch, descriptor=descriptor),
         )  # fmt: skip
 
     call.start("forward", start, launch)

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -17,7 +16,7 @@ from flash_train.ops.choice import interpreting
 from flash_train.ops.dropout import threshold
 from flash_train.ops.features import UNBOUNDED, Terms
 from flash_train.ops.kernels.tables import Launch, lookup, smaller
-from flash_train.ops.kernels.tiles import HAS_ALLOWED, HAS_BIAS, HAS_SINKS, HAS_SLOPES, TOP_LEFT, Constants, Extras
+from flash_train.ops.kernels.tiles import HAS_ALLOWED, HAS_BIAS, HAS_SINKS, HAS_SLOPES, TOP_LEFT, Constants
 
 _log = logging.getLogger(__name__)
 
@@ -66,6 +65,7 @@ class Call:
         self.widths = block_size(q.shape[-1]), block_size(v.shape[-1])
         self._features = compiled_features(terms)
         self._sizes = q.shape[-1], v.shape[-1]
+        head_stride = _head_stride(terms, q.shape[1])
         flags = (
             (TOP_LEFT, terms.top_left),
             (HAS_BIAS, terms.bias is not None),
@@ -74,18 +74,19 @@ class Call:
             (HAS_SINKS, terms.sinks is not None),
         )
         self.numbers = (
-            q.shape[1], k.shape[1], T, S, terms.left, terms.right, 0 if terms.top_left else S - T,
+            q.shape[1], k.shape[1], T, S, terms.left, terms.right, 0 if terms.top_left else S - T, head_stride,
             sum(flag.value for flag, holds in flags if holds), terms.scale, terms.soft_cap, 1 / (1 - terms.dropout),
             threshold(terms.dropout),
         )  # fmt: skip
         """`tiles.Numbers` from H on."""
-        self.extras = _extras(terms, (*q.shape[:3], S), stand_in)
+        self.extras = _extras(terms, (*q.shape[:3], S), stand_in, head_stride)
 
     def constants(self, launch: Launch, *, descriptor: bool) -> Constants:
         precision = matmul_precision(self.q.dtype, self.q.device)
-        return _constants(
-            self._sizes, self.widths, launch.block_t, launch.block_s, self._features, descriptor, precision
-        )
+        return Constants(
+            *self._sizes, launch.block_t, launch.block_s, *self.widths, *self._features, descriptor, precision,
+            interpreting(),
+        )  # fmt: skip
 
     def start(self, direction: str, start: Callable[[Launch], None], override: Launch | None) -> None:
         """Start a kernel by the launch table's row, or by the next smaller one that the GPU's shared memory holds."""
@@ -112,36 +113,27 @@ _FITTING: dict[tuple[Any, ...], Launch] = {}
 """What `Call.start` found to fit."""
 
 
-@functools.cache
-def _constants(
-    sizes: tuple[int, int],
-    widths: tuple[int, int],
-    block_t: int,
-    block_s: int,
-    features: tuple[str, bool, bool, bool, bool],
-    descriptor: bool,
-    precision: str,
-) -> Constants:
-    values = (*sizes, block_t, block_s, *widths, *features, descriptor, precision, interpreting())
-    return Constants(*map(tl.constexpr, values))
-
-
-def _extras(terms: Terms, whole: tuple[int, ...], stand_in: Tensor) -> Extras:
-    """The tensors that a call may lack; where it does, `stand_in` in the type that it would have."""
+def _extras(terms: Terms, whole: tuple[int, ...], stand_in: Tensor, head_stride: int) -> tuple[Any, ...]:
+    """The kernels' arguments from `bias` on; for a tensor that the call lacks, `stand_in` in the type it would have."""
     bias, allowed = terms.bias, terms.allowed
     nowhere = (0, 0, 0, 0)
     octets = stand_in if bias is None and allowed is None else stand_in.view(torch.uint8)
-    per_head = [
-        (stand_in, (0, 1)) if x is None else (x, x.stride()) for x in (terms.alibi_slopes, terms.sinks)
-    ]  # [B, H], as a rule one row for the whole batch
-    return Extras(
+    slopes, sinks = (x if x is None or head_stride == 0 else x.contiguous() for x in (terms.alibi_slopes, terms.sinks))
+    rest = slopes, sinks, *(x if x is None else x.contiguous() for x in terms[_SEED_TO_DOCUMENTS])
+    return (
         *((stand_in, nowhere) if bias is None else (bias, bias.expand(whole).stride())),
         *((octets, nowhere) if allowed is None else (allowed.view(torch.uint8), allowed.expand(whole).stride())),
-        *per_head[0],
-        *per_head[1],
-        *((stand_in, (1,)) if terms.seed is None else (terms.seed, terms.seed.stride())),
-        *(stand_in if x is None else x.contiguous() for x in (terms.bounds, terms.query_document, terms.key_document)),
+        *(stand_in if x is None else x for x in rest),
     )
+
+
+_SEED_TO_DOCUMENTS = slice(Terms._fields.index("seed"), Terms._fields.index("key_document") + 1)
+
+
+def _head_stride(terms: Terms, H: int) -> int:
+    """0 if one row of slopes and sinks [B, H] is the whole batch's, as it is but under vmap."""
+    own_rows = any(x is not None and x.stride() != (0, 1) for x in (terms.alibi_slopes, terms.sinks))
+    return H if own_rows else 0
 
 
 @functools.cache

@@ -28,8 +28,7 @@ def log2_unit(n, c):
 def slope_of(b, h, n, x, c):
     """The head's ALiBi slope."""
     if c.MODIFIED:
-        pointer = x.slopes + b.to(tl.int64) * x.slopes_strides[0] + h.to(tl.int64) * x.slopes_strides[1]
-        return tl.load(pointer, mask=(n.flags & HAS_SLOPES) != 0, other=0.0)
+        return tl.load(x.slopes + b * n.head_stride + h, mask=(n.flags & HAS_SLOPES) != 0, other=0.0)
     else:
         return 0.0
 
@@ -37,8 +36,7 @@ def slope_of(b, h, n, x, c):
 @triton.jit
 def sink_of(b, h, n, x):
     """The head's sink in units of log2, minus infinity if there is none."""
-    pointer = x.sinks + b.to(tl.int64) * x.sinks_strides[0] + h.to(tl.int64) * x.sinks_strides[1]
-    return tl.load(pointer, mask=(n.flags & HAS_SINKS) != 0, other=float("-inf")) * LOG2_E
+    return tl.load(x.sinks + b * n.head_stride + h, mask=(n.flags & HAS_SINKS) != 0, other=float("-inf")) * LOG2_E
 
 
 @triton.jit
@@ -68,19 +66,19 @@ def modify(s, rows, keys, b, h, slope, span, n, x, c):
         s -= slope * tl.abs(rows + span.shift - keys).to(tl.float32)
         if c.DENSE:
             inside = (rows < n.T) & (keys < n.S)
-            bias = _dense(x.bias, x.bias_strides, b, h, rows, keys)
+            bias = _dense(x.bias, x.bias_b, x.bias_h, x.bias_t, x.bias_s, b, h, rows, keys)
             s += tl.load(bias, mask=inside & ((n.flags & HAS_BIAS) != 0), other=0.0).to(tl.float32)
-            allowed = _dense(x.allowed, x.allowed_strides, b, h, rows, keys)
+            allowed = _dense(x.allowed, x.allowed_b, x.allowed_h, x.allowed_t, x.allowed_s, b, h, rows, keys)
             allowed = tl.load(allowed, mask=inside & ((n.flags & HAS_ALLOWED) != 0), other=1)
             s = tl.where(allowed != 0, s, float("-inf"))
     return s, derivative
 
 
 @triton.jit
-def _dense(x, strides, b, h, rows, keys):
+def _dense(x, stride_b, stride_h, stride_t, stride_s, b, h, rows, keys):
     """Addresses in a [B, H, T, S] tensor, in 64 bits: T S passes 2^31 elements at 46k."""
-    base = x + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
-    return base + (rows.to(tl.int64) * strides[2] + keys.to(tl.int64) * strides[3])
+    base = x + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
+    return base + (rows.to(tl.int64) * stride_t + keys.to(tl.int64) * stride_s)
 
 
 @triton.jit
@@ -95,7 +93,7 @@ def _mix(bits):
 def dropout_base(b, h, span, x, c):
     """What the dropout keys of a document's head begin with."""
     if c.DROPOUT:
-        seed = tl.load(x.seed + b.to(tl.int64) * x.seed_strides[0]) + span.number * tl.full([], SEED_STEP, tl.int64)
+        seed = tl.load(x.seed + b) + span.number * tl.full([], SEED_STEP, tl.int64)
         low, high = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
         return _mix(_mix(low ^ (h.to(tl.uint32) * STEP_HEAD)) ^ high)
     else:

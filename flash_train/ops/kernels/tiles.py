@@ -1,8 +1,9 @@
 """What the kernels share: where a program works, what a row sees, and how tiles are read and multiplied.
 
-Every kernel reads `[B, H, T, D]` tensors of any strides in tiles of rows. What it is compiled for travels in one tuple
-of constants, `Constants`; what it is called with, beside tensors, in one of numbers, `Numbers`; and the document, or
-the whole sequence, that it is working on, in a `Span`.
+Every kernel reads `[B, H, T, D]` tensors of any strides in tiles of rows. What it is compiled for travels through its
+functions in one tuple, `Constants`, what it is called with in `Numbers` and `Extras`, and the document that it is
+working on, or the whole sequence, in a `Span`. (The kernels' own arguments are flat: Triton 3.6 takes 20 times as long
+to bind a tuple, and loses constants that stand in a tuple inside a tuple.)
 """
 
 from typing import Any, NamedTuple
@@ -51,6 +52,8 @@ class Numbers(NamedTuple):
     right: Any
     shift: Any
     """Query t stands beside key t + shift, but for documents."""
+    head_stride: Any
+    """Elements from one batch row's slopes and sinks to the next one's: 0 or H."""
     flags: Any
     """The sum of these below that hold."""
     scale: Any
@@ -61,22 +64,27 @@ class Numbers(NamedTuple):
     """Of 31 random bits: below it an element is dropped."""
 
 
+NOT_SPECIALIZED = ["heads", "H", "G", "T", "S", "left", "right", "shift", "head_stride", "flags", "threshold"]
+"""No kernel is compiled anew for a 1 or a multiple of 16 among these."""
 TOP_LEFT, HAS_BIAS, HAS_ALLOWED, HAS_SLOPES, HAS_SINKS = (tl.constexpr(2**i) for i in range(5))
 
 
 class Extras(NamedTuple):
-    """Tensors that a call may lack; then a stand-in that is not read."""
+    """Tensors that a call may lack; then a stand-in that is not read. Those of [B, H, T, S] come with strides."""
 
     bias: Any
-    bias_strides: Any
+    bias_b: Any
+    bias_h: Any
+    bias_t: Any
+    bias_s: Any
     allowed: Any
-    allowed_strides: Any
+    allowed_b: Any
+    allowed_h: Any
+    allowed_t: Any
+    allowed_s: Any
     slopes: Any
-    slopes_strides: Any
     sinks: Any
-    sinks_strides: Any
     seed: Any
-    seed_strides: Any
     bounds: Any
     query_document: Any
     key_document: Any
