@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from flash_train.ops import choice, library
-from flash_train.ops.attention import choose_implementation, flash_attention, flash_attention_with_lse
+from flash_train.ops.attention import Score, choose_implementation, flash_attention, flash_attention_with_lse
 from tests.ops.tensors import qkv
 
 
@@ -39,6 +39,20 @@ def test_rows_that_see_nothing_give_zero_and_minus_infinity():
         assert (lse[:, :, :5] == -math.inf).all() and lse[:, :, 5:].isfinite().all()
         assert q.grad is not None and torch.equal(q.grad[:, :, :5], torch.zeros_like(q[:, :, :5]))
         q.grad = None
+
+
+@pytest.mark.parametrize(("B", "T", "S"), [(0, 7, 11), (2, 0, 11), (2, 7, 0), (0, 0, 0), (1, 1, 1)])
+@pytest.mark.parametrize("name", ["flash", "tiled", "naive"])
+def test_batches_queries_and_keys_may_be_none_or_one(name, B, T, S):
+    leaves = qkv(B=B, T=T, S=S)
+    sinks = torch.zeros(6, dtype=torch.float64, requires_grad=True)
+    for score in (None, Score(sinks=sinks)):
+        output, lse = flash_attention_with_lse(*leaves, causal=True, score=score, implementation=name)
+        gradients = torch.autograd.grad(output.sum(), leaves)
+        assert output.shape == (B, 6, T, 5) and lse.shape == (B, 6, T)
+        assert [x.shape for x in gradients] == [x.shape for x in leaves]
+        if S == 0:
+            assert (output == 0).all() and (lse == (0.0 if score else -math.inf)).all()
 
 
 @pytest.mark.parametrize("shape", [(5, 5), (1, 7), (3, 7), (7, 3)])

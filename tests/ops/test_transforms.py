@@ -8,7 +8,7 @@ from torch.autograd import forward_ad
 from torch.utils import _pytree
 from torch.utils.flop_counter import FlopCounterMode
 
-from flash_train.ops.attention import Score, flash_attention, flash_attention_with_lse
+from flash_train.ops.attention import Mask, Score, flash_attention, flash_attention_with_lse
 from tests.ops.tensors import qkv
 
 
@@ -40,6 +40,40 @@ def test_transforms_of_torch_func_give_what_they_give_of_the_definition(transfor
     ours_and_expected = [_pytree.tree_leaves(transform(op, *tensors())) for op in ops]
     for ours, expected in zip(*ours_and_expected, strict=True):
         torch.testing.assert_close(ours, expected)
+
+
+FEATURES = {  # shapes of (bias, allowed, sinks, ids), with a vmapped dimension of 3 in front or None
+    "one of each for all": ((6, 7, 7), (7, 7), (6,), (2, 7)),
+    "each its own": ((3, 6, 7, 7), (3, 7, 7), (3, 6), (3, 2, 7)),
+    "a bias for the batch, rows broadcast": ((3, 1, 6, 1, 7), (3, 2, 1, 1, 7), (6,), (3, 2, 7)),
+    "a bias for each batch row": ((2, 6, 7, 1), (3, 1, 7), (3, 6), (2, 7)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.searchsorted.*non-contiguous")  # vmap made it so
+@pytest.mark.parametrize("shapes", FEATURES.values(), ids=FEATURES)
+def test_vmap_over_masks_scores_and_documents_gives_what_a_loop_gives(shapes):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(3, *x.shape, generator=generator, dtype=x.dtype) for x in qkv(T=7, S=7))
+    bias = torch.randn(shapes[0], generator=generator, dtype=torch.float64)
+    allowed = torch.rand(shapes[1], generator=generator) < 0.8
+    sinks = torch.randn(shapes[2], generator=generator, dtype=torch.float64)
+    ids = torch.randint(0, 2, shapes[3], generator=generator).sort(-1).values
+    args = (q, k, v, bias, allowed, sinks, ids)
+    dims = (0, 0, 0, *(0 if shape[0] == 3 else None for shape in shapes))
+
+    def gradients(q, k, v, bias, allowed, sinks, ids):
+        def loss(q, k, v, bias, sinks):
+            mask, score = Mask(causal=True, documents=ids, allowed=allowed), Score(bias=bias, sinks=sinks)
+            output, lse = flash_attention_with_lse(q, k, v, mask=mask, score=score)
+            return output.sin().sum() + lse.sin().sum()
+
+        return torch.func.grad(loss, argnums=(0, 1, 2, 3, 4))(q, k, v, bias, sinks)
+
+    ours = torch.func.vmap(gradients, in_dims=dims)(*args)
+    loop = [gradients(*(x if d is None else x[n] for x, d in zip(args, dims, strict=True))) for n in range(3)]
+    for a, b in zip(ours, zip(*loop, strict=True), strict=True):
+        torch.testing.assert_close(a, torch.stack(b))
 
 
 @pytest.mark.parametrize("scored", [False, True])
