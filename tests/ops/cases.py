@@ -72,21 +72,24 @@ def inputs(case: Case, dtype: torch.dtype, device: str, seed: int = 0) -> Inputs
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=g)
 
-    shapes = ((B, H, T, D), (B, G, S, D), (B, G, S, E), (B, H, T, E))
-    q, k, v, do = (lay_out(normal(*shape).to(device, dtype), case.layout) for shape in shapes)
+    wide, stored = torch.promote_types(dtype, torch.float32), case.output_dtype or dtype
+    q, k, v = (
+        lay_out(normal(*shape).to(device, dtype), case.layout) for shape in ((B, H, T, D), (B, G, S, D), (B, G, S, E))
+    )
+    do, dl = lay_out(normal(B, H, T, E).to(device, stored), case.layout), normal(B, H, T).to(device, wide)
     if case.layout == "broadcast gradient":
-        do = torch.ones((), dtype=dtype, device=device).expand(B, H, T, E)
+        do, dl = (y.new_ones(()).expand(y.shape) for y in (do, dl))
     bias = None
     if case.bias:
         bias = normal(*_shape(case, case.bias))
         if case.bias_infinite:
             bias = bias.masked_fill(torch.rand(bias.shape, generator=g) < 0.1, -math.inf)
-        bias = bias.to(device, case.bias_dtype or dtype)
-    allowed = torch.rand(_shape(case, case.allowed), generator=g) < 0.8 if case.allowed else None
-    wide = torch.promote_types(dtype, torch.float32)
+        bias = _lay_out_pairs(bias.to(device, case.bias_dtype or dtype), case)
+    allowed = None
+    if case.allowed:
+        allowed = _lay_out_pairs((torch.rand(_shape(case, case.allowed), generator=g) < 0.8).to(device), case)
     return Inputs(
-        q, k, v, do.to(case.output_dtype or dtype), normal(B, H, T).to(device, wide), bias,
-        None if allowed is None else allowed.to(device),
+        q, k, v, do, dl, bias, allowed,
         torch.rand(H, generator=g).to(device, wide) if case.alibi else None,
         normal(H).to(device, wide) if case.sinks else None,
         _ids(B, T, g).to(device) if case.documents == "ids" else None,
@@ -103,7 +106,7 @@ LAYOUTS = (
     "every second",  # rows two apart
     "head size apart",  # the last dimension is not the dense one
     "expanded",  # stride 0 over batch and heads
-    "broadcast gradient",  # the output's gradient is one number, of stride 0
+    "broadcast gradient",  # the gradients of output and log-sum-exp are one number, of stride 0
 )
 _GUARD = 64
 
@@ -127,6 +130,15 @@ def _dense(x: Tensor, order: tuple[int, ...], offset: int) -> Tensor:
     part = storage[_GUARD + offset : _GUARD + offset + x.numel()]
     back = [order.index(dimension) for dimension in range(4)]
     return part.view([x.shape[dimension] for dimension in order]).permute(back).copy_(x)
+
+
+def _lay_out_pairs(x: Tensor, case: Case) -> Tensor:
+    """A bias or boolean mask stored in another way."""
+    if case.layout == "expanded":
+        return x.expand(case.B, case.H, case.T, case.S)
+    if case.layout == "every second":
+        return x.repeat_interleave(2, -1)[..., ::2]
+    return x.mT.contiguous().mT if case.layout == "head size apart" and x.dim() > 1 else x
 
 
 def _shape(case: Case, spec: str) -> list[int]:

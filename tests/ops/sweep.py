@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from flash_train.ops.choice import interpreting
-from tests.ops.cases import inputs
+from tests.ops.cases import Inputs, inputs
 from tests.ops.errors import check, results
 from tests.ops.sweep_cases import SIZES, TOGETHER, generate, names
 
@@ -74,14 +74,22 @@ def poisoned_memory(implementation: str) -> Iterator[Memory]:
             vars(module)["empty"] = function
 
 
+def storages(x: Inputs) -> list[Tensor]:
+    """Copies of all bytes in which the case's tensors lie, those around them included."""
+    tensors = [y for y in x if isinstance(y, Tensor)]
+    return [y.new_empty(0, dtype=torch.uint8).set_(y.untyped_storage()).clone() for y in tensors]
+
+
 def run_case(name: str, device: str, implementation: str) -> float:
     """The largest error as a share of what is allowed; an AssertionError for what is wrong."""
     case, dtype, seed = generate(name)
     x = inputs(case, dtype, device, seed)
     truncates = device == "cpu" and implementation == "triton" and dtype == torch.bfloat16  # the interpreter's cast
+    before = storages(x)
     with poisoned_memory(implementation) as memory:
         shares = check(x, implementation=implementation, budget=4.0 if truncates else 2.0)
         assert not memory.touched_outside(), "memory outside an output was written"
+        assert all(map(torch.equal, storages(x), before)), "an input, or memory around it, was written"
         if case.deterministic:
             first, second = (results(x, implementation=implementation) for _ in range(2))
             for key, y in first.items():
@@ -217,7 +225,10 @@ def sweep(chosen: list[str], device: str, implementation: str, processes: int) -
         else:
             outcomes = Processes(task, blocks, device, implementation).run(processes)
         wall, work = time.perf_counter() - begin, sum(x.seconds for x in outcomes.values())
-        print(f"{len(left)} cases {verb} in {wall:.1f} s by {processes} processes ({work:.1f} s of work)", flush=True)
+        print(
+            f"{len(left)} cases {verb} in {wall:.1f} s by {max(1, processes)} processes ({work:.1f} s of work)",
+            flush=True,
+        )
         failed |= {name: x for name, x in outcomes.items() if x.error is not None}
     return list((outcomes | failed).values())
 
