@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel, masking_utils
 from transformers.utils.import_utils import is_tracing
+from transformers.utils.versions import require_version
 
 from flash_train.ops.attention import flash_attention
 from flash_train.ops.features import NO_MASK, Documents, Mask, Score
@@ -61,7 +62,11 @@ def register() -> None:
     padding, packed sequences (`position_ids` that begin anew, or cu_seq_lens), sliding windows, key-value caches, soft
     caps, sinks, position biases and dropout are honoured. An argument that is not known raises ValueError by its name
     when the model runs; so does output_attentions=True.
+
+    Raises:
+        ImportError: an older transformers.
     """
+    require_version("transformers>=5.24", "pip install -U transformers")
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, _attention_mask)
     adjust = PreTrainedModel._check_and_adjust_attn_implementation

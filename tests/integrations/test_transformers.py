@@ -1,6 +1,7 @@
 """`attn_implementation="flash_train"` beside transformers' own, on models made from tiny configurations."""
 
 import copy
+import importlib.metadata
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import create_causal_mask
 
 from flash_train.integrations import transformers as drop_in
 from flash_train.integrations.transformers import register
@@ -26,13 +28,25 @@ SIZES: dict[str, Any] = {
 }
 GROUPED: dict[str, Any] = {**SIZES, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 5}
 EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"}
+TOKENS: dict[str, Any] = {f"{name}_token_id": 0 for name in ("pad", "bos", "eos", "cls", "sep")}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "GPT2": ("LMHeadModel", {"n_layer": 2, "n_head": 4, "n_embd": 32, "vocab_size": VOCABULARY, "n_positions": 64}),
+    "GPT2": (
+        "LMHeadModel",
+        {
+            "n_layer": 2,
+            "n_head": 4,
+            "n_embd": 32,
+            "vocab_size": VOCABULARY,
+            "n_positions": 64,
+            "initializer_range": 0.3,
+        },
+    ),
     "Llama": ("ForCausalLM", {**SIZES, "num_key_value_heads": 2}),
     "Mistral": ("ForCausalLM", GROUPED),
     "Gemma2": ("ForCausalLM", {**GROUPED, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 8}),
     "GptOss": ("ForCausalLM", {**GROUPED, **EXPERTS}),
     "Bert": ("ForMaskedLM", SIZES),
+    "ModernBert": ("ForMaskedLM", {**SIZES, "local_attention": 6, "global_attn_every_n_layers": 2, **TOKENS}),
     "T5": (
         "ForConditionalGeneration",
         {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": VOCABULARY},
@@ -99,7 +113,7 @@ def agree(own: list[Tensor], ours: list[Tensor]) -> None:
         torch.testing.assert_close(mine, its, rtol=0, atol=tolerance * max(its.abs().max().item(), 1e-2))
 
 
-@pytest.mark.parametrize("name", ["GPT2", "Llama", "Mistral", "Gemma2", "GptOss", "Bert"])
+@pytest.mark.parametrize("name", ["GPT2", "Llama", "Mistral", "Gemma2", "GptOss", "Bert", "ModernBert"])
 def test_logits_and_gradients_agree_with_and_without_padding(name: str, masks: list[Any]) -> None:
     own, ours = pair(name)
     agree(results(own, input_ids=IDS), results(ours, input_ids=IDS))
@@ -130,6 +144,20 @@ def test_masks_of_ones_own_are_taken_as_they_are(name: str) -> None:
     for mask in (allowed, torch.randn(B, 1, T, T, dtype=torch.float64)):
         inputs = {"input_ids": IDS, "attention_mask": mask}
         agree(results(own, **inputs), results(ours, **inputs))
+
+
+def test_a_pattern_of_ones_own_becomes_a_matrix() -> None:
+    prefix, ours = [
+        create_causal_mask(
+            config=made("Llama", implementation).config,
+            inputs_embeds=torch.zeros(B, T, 1),
+            attention_mask=PADDED,
+            cache=None,
+            or_mask_function=lambda b, h, q, k: k < 5,
+        )
+        for implementation in ("sdpa", "flash_train")
+    ]
+    assert isinstance(prefix, Tensor) and isinstance(ours, Tensor) and torch.equal(prefix, ours)
 
 
 def test_a_learned_position_bias_gets_its_gradient() -> None:
@@ -179,6 +207,14 @@ def test_a_model_can_be_switched_over() -> None:
     switched = copy.deepcopy(own)
     switched.set_attn_implementation("flash_train")
     agree(results(ours, input_ids=IDS), results(switched, input_ids=IDS))
+
+
+def test_an_older_transformers_is_refused_by_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "5.23.1")
+    with pytest.raises(
+        ImportError, match=r"transformers>=5.24 is required .* found transformers==5.23.1.*\n.*pip install"
+    ):
+        register.__wrapped__()
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
