@@ -12,7 +12,7 @@ TOGETHER = 40
 
 
 class Size(NamedTuple):
-    """What a case may be as large as."""
+    """What a case may be as large as; one in sixteen has no batch, no queries or no keys."""
 
     batches: tuple[int, ...]
     heads: tuple[tuple[int, int], ...]
@@ -29,15 +29,15 @@ _THREE = (torch.float16, torch.bfloat16, torch.float32)
 _HEADS = ((1, 1), (2, 1), (3, 3), (6, 2), (5, 1), (8, 4))
 SIZES = {
     "tiny": Size(
-        (1, 1, 1, 2, 0), ((1, 1), (2, 1), (2, 2), (4, 2)), (1, 2, 5, 15, 16, 17, 23, 31, 33, 0),
+        (1, 1, 1, 2), ((1, 1), (2, 1), (2, 2), (4, 2)), (1, 2, 5, 15, 16, 17, 23, 31, 33),
         ((8, 8), (16, 9), (5, 24), (1, 1), (40, 33)), 0, 1, _THREE,
     ),
     "small": Size(
-        (1, 2, 3, 0), _HEADS, (1, 3, 17, 37, 63, 64, 65, 71, 100, 129, 150, 0),
+        (1, 2, 3), _HEADS, (1, 3, 17, 37, 63, 64, 65, 71, 100, 129, 150),
         ((8, 8), (64, 64), (24, 40), (1, 3), (192, 128)), 256, 1, (*_THREE, torch.float64),
     ),
     "full": Size(
-        (1, 2, 3, 5, 0), _HEADS, (1, 2, 3, 16, 63, 64, 65, 100, 127, 128, 129, 192, 255, 257, 301, 511, 640, 0),
+        (1, 2, 3, 5), _HEADS, (1, 2, 3, 16, 63, 64, 65, 100, 127, 128, 129, 192, 255, 257, 301, 511, 640),
         ((64, 64), (128, 128), (128, 128), (192, 128), (256, 256), (1, 1), (32, 256), (96, 80), (16, 16)),
         256, TOGETHER, _THREE,
     ),
@@ -93,6 +93,8 @@ def _filled(size: Size, case: Case, r: random.Random) -> Case:
     T, S = r.choice(size.lengths), r.choice(size.lengths)
     if size.together > 1 and r.random() < 0.03:
         B, H, G, T, S = 1, 2, 1, r.randint(1000, 2000), r.randint(1000, 2000)
+    if r.random() < 1 / 16:
+        B, T, S = r.choice(((B, 0, S), (B, T, 0), (B if case.documents == "packed" else 0, T, S)))
     if case.documents == "ids" or r.random() < 0.3:
         S = T
 
