@@ -12,7 +12,7 @@ from flash_train.ops.attention import (
     flash_attention_packed,
     flash_attention_with_lse,
 )
-from tests.ops.tensors import DEVICE, outputs_and_gradients, packed, qkv
+from tests.ops.tensors import KERNELS, outputs_and_gradients, packed, qkv
 
 QUERIES, KEYS = (5, 0, 7, 1, 3), (8, 4, 0, 1, 11)
 MASKS = {
@@ -85,7 +85,7 @@ def test_bias_and_allowed_lie_over_the_whole_pack():
     assert (results[0][-1][:, :4, 5:] == 0).all() and (results[0][-1][:, 4:, :5] == 0).all()
 
 
-@pytest.mark.parametrize(("name", "device"), [("tiled", "cpu"), ("naive", "cpu"), ("triton", DEVICE)])
+@pytest.mark.parametrize(("name", "device"), [("tiled", "cpu"), ("naive", "cpu"), KERNELS])
 def test_a_document_without_keys_gives_zero_and_minus_infinity(name, device):
     leaves, cu_seqlens = packed((2, 3, 0, 2), (4, 0, 3, 1), 2, 1, dtype=torch.float32, device=device)
     output, lse = flash_attention_packed(*leaves, *cu_seqlens, implementation=name)
@@ -96,7 +96,7 @@ def test_a_document_without_keys_gives_zero_and_minus_infinity(name, device):
 
 
 POISONED = (
-    pytest.mark.parametrize(("name", "device"), [("tiled", "cpu"), ("triton", DEVICE)], ids=["tiled", "triton"]),
+    pytest.mark.parametrize(("name", "device"), [("tiled", "cpu"), KERNELS]),
     pytest.mark.parametrize("poison", [math.nan, math.inf]),
     pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning"),  # numpy's, in Triton's interpreter
 )

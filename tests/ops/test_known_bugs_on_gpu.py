@@ -203,25 +203,6 @@ def test_the_current_stream_is_used():
     assert torch.equal(output, expected)
 
 
-def test_the_backward_thread_needs_no_allocator_of_its_own():  # triton #10002, pytorch #174789
-    q = torch.randn(2, 4, 257, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    flash_attention(q, q, q, causal=True).sum().backward()  # in autograd's thread for the device
-    first, failures = q.grad, []
-
-    def work():
-        try:
-            x = q.detach().requires_grad_()
-            flash_attention(x, x, x, causal=True).sum().backward()
-            assert x.grad is not None and first is not None and torch.equal(x.grad, first)
-        except BaseException as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert not failures
-
-
 def test_no_length_compiles_a_kernel_anew():  # triton #9401, pytorch #176920
     from triton import knobs
 
