@@ -29,9 +29,12 @@ def mix(x: Tensor) -> Tensor:
 
 
 def keys(seed: Tensor, heads: Tensor, positions: Tensor, step: int) -> Tensor:
-    """The 32-bit keys of positions (inside their document) in the heads, for a 64-bit seed; shapes broadcast."""
+    """The 32-bit keys of positions (inside their document) in the heads, for a 64-bit seed; shapes broadcast.
+
+    `step` is that of queries or of keys, and parts the two: of equal keys the mix is 0 whatever the seed.
+    """
     low, high = seed & MASK_32, (seed >> 32) & MASK_32
-    base = mix(mix(low ^ (heads * STEP_HEAD & MASK_32)) ^ high)
+    base = mix(mix(mix(low ^ (heads * STEP_HEAD & MASK_32)) ^ high) ^ step)
     return mix((base + positions * step) & MASK_32)
 
 

@@ -75,8 +75,8 @@ def kept(case: Case, x: Inputs) -> Tensor:
         for h in range(case.H):
             base = _lowbias32(_lowbias32(_u32(seed % 2**32 ^ (h * 0x9E3779B1) % 2**32)) ^ _u32(seed >> 32))
             t, s = (np.arange(len(positions), dtype=np.uint32) for positions in (queries, keys))
-            q, k = _lowbias32(base + t * _u32(0x85EBCA77)), _lowbias32(base + s * _u32(0xC2B2AE3D))
-            stays = _lowbias32(q[:, None] ^ k[None, :]) >= round(case.dropout * 2**32)
+            q, k = (_lowbias32(_lowbias32(base ^ _u32(x)) + y * _u32(x)) for x, y in ((0x85EBCA77, t), (0xC2B2AE3D, s)))
+            stays = _lowbias32(q[:, None] ^ k[None, :]) >> 1 >= round(case.dropout * 2**31)
             keep[b, h, queries.start : queries.stop, keys.start : keys.stop] = stays / (1 - case.dropout)
     return torch.from_numpy(keep).to(x.q.device)
 

@@ -57,7 +57,7 @@ def compiled(kernel_name: str, size: int, launch: Launch, target: GPUTarget, dty
     """The kernel at this head size, strides divisible by 16."""
     kernel = KERNELS[kernel_name]
     width = block_size(size)
-    constants = Constants(size, size, launch.block_t, launch.block_s, width, width, *compiled_features(terms),
+    constants = Constants(size, size, launch.block_t, launch.block_s, width, width, *compiled_features(terms, 64),
                           descriptor, "ieee", False)  # fmt: skip
     rows = dict(q=launch.block_t, do=launch.block_t, k=launch.block_s, v=launch.block_s)
     strides = ("i32", "i32", "i32", "constexpr")

@@ -36,17 +36,19 @@ def block_size(size: int) -> int:
     return max(16, triton.next_power_of_2(size))
 
 
-def compiled_features(terms: Terms) -> tuple[str, bool, bool, bool, bool]:
+def compiled_features(terms: Terms, S: int) -> tuple[str, bool, bool, int, bool]:
     """`Constants`' MASK, MODIFIED, SOFT_CAP, DENSE and DROPOUT: the one place that decides what is compiled in.
 
     Plain scores have four kernels, one a kind of mask; modified ones (soft cap, ALiBi, bias, boolean mask, dropout)
-    have two, for windows and for documents, times three switches: soft cap, bias or boolean mask, dropout. ALiBi is in
-    all of these, sinks are in every kernel. That makes 20, and as many again for fp16 and bf16, whose tiles come
-    through descriptors or through pointers. Lengths, bounds, slopes, sinks, seeds and probabilities are read when a
-    kernel runs.
+    have two, for windows and for documents, times three choices: soft cap or none; no bias and boolean mask, or any, or
+    one whose rows are read in whole vectors; dropout or none. ALiBi is in all of these, sinks are in every kernel.
+    That makes 28, and as many again for fp16 and bf16, whose tiles come through descriptors or through pointers.
+    Lengths, bounds, slopes, sinks, seeds and probabilities are read when a kernel runs.
     """
-    dense = terms.bias is not None or terms.allowed is not None
-    modified = dense or terms.soft_cap > 0 or terms.alibi_slopes is not None or terms.seed is not None
+    dense = 0
+    if terms.bias is not None or terms.allowed is not None:
+        dense = 16 if S % 16 == 0 else 1
+    modified = dense > 0 or terms.soft_cap > 0 or terms.alibi_slopes is not None or terms.seed is not None
     if terms.bounds is not None:
         mask = "documents"
     elif modified or terms.left < UNBOUNDED or 0 < terms.right < UNBOUNDED:
@@ -63,7 +65,7 @@ class Call:
         T, S = q.shape[2], k.shape[2]
         self.q = q
         self.widths = block_size(q.shape[-1]), block_size(v.shape[-1])
-        self._features = compiled_features(terms)
+        self._features = compiled_features(terms, S)
         self._sizes = q.shape[-1], v.shape[-1]
         head_stride = _head_stride(terms, q.shape[1])
         flags = (

@@ -65,7 +65,7 @@ def modify(s, rows, keys, b, h, slope, span, n, x, c):
             derivative = 1.0 - ratio * ratio
         s -= slope * tl.abs(rows + span.shift - keys).to(tl.float32)
         if c.DENSE:
-            inside = (rows < n.T) & (keys < n.S)
+            inside = (rows < n.T) & (keys // c.DENSE < n.S // c.DENSE)  # so loads are known to be DENSE keys wide
             bias = _dense(x.bias, x.bias_b, x.bias_h, x.bias_t, x.bias_s, b, h, rows, keys)
             s += tl.load(bias, mask=inside & ((n.flags & HAS_BIAS) != 0), other=0.0).to(tl.float32)
             allowed = _dense(x.allowed, x.allowed_b, x.allowed_h, x.allowed_t, x.allowed_s, b, h, rows, keys)
@@ -104,7 +104,7 @@ def dropout_base(b, h, span, x, c):
 def query_keys(base, rows, span, c):
     """The queries' dropout keys."""
     if c.DROPOUT:
-        return _mix(base + (rows - span.first_query).to(tl.uint32) * STEP_QUERY)
+        return _mix(_mix(base ^ STEP_QUERY) + (rows - span.first_query).to(tl.uint32) * STEP_QUERY)
     else:
         return 0
 
@@ -113,7 +113,7 @@ def query_keys(base, rows, span, c):
 def key_keys(base, keys, span, c):
     """The keys' dropout keys."""
     if c.DROPOUT:
-        return _mix(base + (keys - span.first_key).to(tl.uint32) * STEP_KEY)
+        return _mix(_mix(base ^ STEP_KEY) + (keys - span.first_key).to(tl.uint32) * STEP_KEY)
     else:
         return 0
 

@@ -30,7 +30,7 @@ class Constants(NamedTuple):
     """Whether scores are more than scale q k^T: ALiBi, if nothing else."""
     SOFT_CAP: Any
     DENSE: Any
-    """A bias or a boolean mask is read, or both."""
+    """0, or where a bias or a boolean mask is read, or both: 16 if S is a multiple of it, else 1."""
     DROPOUT: Any
     DESCRIPTOR: Any
     """Tiles come through host tensor descriptors: the copy engine of sm_90 and later."""
