@@ -44,12 +44,17 @@ attention_double_backward = torch.ops.flash_train.attention_double_backward.defa
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> Any:
-    """(output, log-sum-exp) by the operator, or by the form of it that `torch.func`'s transforms take."""
-    return (_TransformableAttention.apply if _transformed() else attention)(q, k, v, *terms)
+    """(output, log-sum-exp)."""
+    return _call(attention, _Attention, _TransformableAttention, q, k, v, *terms)
 
 
-def _transformed() -> bool:
-    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+def _call(operator: Callable[..., Any], function: Any, transformable: Any, *args: Any) -> Any:
+    """The operator by the shortest way: in eager mode its Function, without asking torch's dispatcher for it."""
+    if torch.compiler.is_compiling():
+        return operator(*args)
+    if torch._C._are_functorch_transforms_active():
+        return transformable.apply(*args)
+    return _autograd(operator, function, *args)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -188,9 +193,8 @@ class _Attention(torch.autograd.Function):
         if gradients == (None, None):
             return (None,) * len(ctx.needs_input_grad)
         tensors, terms = _saved(ctx)
-        apply = _TransformableBackward.apply if _transformed() else attention_backward
-        needs_bias = ctx.needs_input_grad[3 + Terms._fields.index("bias")]
-        dq, dk, dv, dbias, dsinks = apply(*gradients, *tensors, needs_bias, *terms)
+        args = (*gradients, *tensors, ctx.needs_input_grad[3 + Terms._fields.index("bias")], *terms)
+        dq, dk, dv, dbias, dsinks = _call(attention_backward, _Backward, _TransformableBackward, *args)
         return dq, dk, dv, *_gradients_of_terms(dbias, dsinks)
 
 
@@ -207,8 +211,10 @@ class _Backward(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
         tensors, terms = _saved(ctx)
         weights = [None if w is None or w.numel() == 0 else w for w in cotangents]
-        apply = _TransformableDoubleBackward.apply if _transformed() else attention_double_backward
-        do, dl, dq, dk, dv, dbias, dsinks = apply(*weights, *tensors, *terms)
+        operator, function = attention_double_backward, _DoubleBackward
+        do, dl, dq, dk, dv, dbias, dsinks = _call(
+            operator, function, _TransformableDoubleBackward, *weights, *tensors, *terms
+        )
         gradients = [x if y is not None else None for x, y in zip((do, dl), tensors[:2], strict=True)]
         # output and log-sum-exp are functions of q, k and v, whose gradients hold their share
         return *gradients, dq, dk, dv, None, None, None, *_gradients_of_terms(dbias, dsinks)
