@@ -143,12 +143,28 @@ def _fake_double_backward(*args: Any) -> tuple[Tensor, ...]:
 
 
 def _below_autograd(operator: Callable[..., Any], *args: Any) -> Any:
+    if _nobody_watches(args):
+        return _KERNELS[operator](*args)
     with torch._C._AutoDispatchBelowAutograd():
         return operator(*args)
 
 
+def _nobody_watches(args: tuple[Any, ...]) -> bool:
+    """Whether the kernel may be called without torch's dispatcher, which takes 15 microseconds for 20 arguments."""
+    return (
+        torch._C._len_torch_dispatch_stack() == torch._C._len_torch_function_stack() == 0
+        and not torch._C._autograd._profiler_enabled()
+        and _NO_SUBCLASS.issuperset(map(type, args))
+    )
+
+
+_NO_SUBCLASS = {Tensor, torch.nn.Parameter, type(None), bool, int, float, str, torch.dtype}
+_KERNELS = {attention: _forward, attention_backward: _backward, attention_double_backward: _double_backward}
+
+
 _TENSORS = slice(Terms._fields.index("bias"), Terms._fields.index("left"))
 """Where `Terms` has its tensors."""
+_BIAS, _SINKS = Terms._fields.index("bias"), Terms._fields.index("sinks")
 
 
 def _save(ctx: Any, tensors: tuple[Tensor | None, ...], terms: Terms) -> None:
@@ -167,8 +183,10 @@ def _saved(ctx: Any) -> tuple[tuple[Any, ...], Terms]:
 
 def _gradients_of_terms(dbias: Tensor, dsinks: Tensor) -> tuple[Tensor | None, ...]:
     """For each of the terms; an empty tensor stands for none, and bias and sinks have more than one dimension."""
-    given = {"bias": dbias if dbias.dim() > 1 else None, "sinks": dsinks if dsinks.dim() > 1 else None}
-    return tuple(given.get(name) for name in Terms._fields)
+    gradients: list[Tensor | None] = [None] * len(Terms._fields)
+    gradients[_BIAS] = dbias if dbias.dim() > 1 else None
+    gradients[_SINKS] = dsinks if dsinks.dim() > 1 else None
+    return tuple(gradients)
 
 
 def _save_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -190,10 +208,10 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        if gradients == (None, None):
+        if gradients[0] is None and gradients[1] is None:
             return (None,) * len(ctx.needs_input_grad)
         tensors, terms = _saved(ctx)
-        args = (*gradients, *tensors, ctx.needs_input_grad[3 + Terms._fields.index("bias")], *terms)
+        args = (*gradients, *tensors, ctx.needs_input_grad[3 + _BIAS], *terms)
         dq, dk, dv, dbias, dsinks = _call(attention_backward, _Backward, _TransformableBackward, *args)
         return dq, dk, dv, *_gradients_of_terms(dbias, dsinks)
 
