@@ -153,6 +153,7 @@ def _nobody_watches(args: tuple[Any, ...]) -> bool:
     """Whether the kernel may be called without torch's dispatcher, which takes 15 microseconds for 20 arguments."""
     return (
         torch._C._len_torch_dispatch_stack() == torch._C._len_torch_function_stack() == 0
+        and not torch._C._are_functorch_transforms_active()
         and not torch._C._autograd._profiler_enabled()
         and _NO_SUBCLASS.issuperset(map(type, args))
     )
