@@ -24,9 +24,10 @@ class Exact(NamedTuple):
 
     results: dict[str, Tensor]
     operands: dict[str, float]
-    """From rounding P and dS to the inputs' dtype, in which they are multiplied, and the result at the end."""
+    """From rounding P and dS to the inputs' dtype, in which they are multiplied, the output, of which delta is made,
+    and the result at the end."""
     terms: dict[str, float]
-    """From one fp32 rounding of each sum's terms, before they cancel, and of the output that delta is made of."""
+    """From the fp32 roundings of each sum and of its terms, before they cancel."""
 
 
 def documents_of(case: Case, x: Inputs) -> list[tuple[int, int, range, range]]:
@@ -164,20 +165,20 @@ class _Rounding:
         self.delta_noise = (self.do * steps.output).square().sum(-1).sqrt() + dl.abs()
 
     def norms(self) -> tuple[dict[str, float], dict[str, float]]:
-        dtype = self.x.q.dtype
+        case, dtype = self.x.case, self.x.q.dtype
         operand, single = torch.finfo(dtype).eps / 2, torch.finfo(torch.promote_types(dtype, torch.float32)).eps
-        operands = self.spread(self.p * operand, self.ds * operand, self.sink * 0)
+        operands, output = self.spread(self.p * operand, self.ds * operand, self.sink * 0), self.stored_output()
         for name, y in self.results.items():
-            stored = (self.x.case.output_dtype or dtype) if name == "output" else self.stored(name)
-            operands[name] = operands.get(name, 0.0) + _norm(y.to(stored).double() - y)
+            stored = (case.output_dtype or dtype) if name == "output" else self.stored(name)
+            operands[name] = operands.get(name, 0.0) + output.get(name, 0.0) + _norm(y.to(stored).double() - y)
         dp_noise = self.keep * _squares(self.do, self.v.transpose(-1, -2)) + self.delta_noise.unsqueeze(-1)
         p_noise, ds_noise = self.p * self.s_noise, self.p * dp_noise + self.ds.abs() * self.s_noise
         sink_noise = self.sink * (self.delta_noise + self.delta.abs())
-        terms = self.spread(p_noise * single, ds_noise * single, sink_noise * single)
-        terms["lse"] = single * _norm(1 + p_noise.square().sum(-1).sqrt())  # ln l is rounded, however near to 0
-        for name, y in self.results.items():
-            terms[name] = 2 * (terms[name] + single * _norm(y)) + self.stored_output().get(name, 0.0)
-        return operands, terms
+        terms = self.spread(p_noise, ds_noise, sink_noise)
+        terms["lse"] = _norm(1 + p_noise.square().sum(-1).sqrt())  # ln l is rounded, however near to 0
+        longest = max(case.B * case.T, case.T * case.H // case.G, case.S)
+        roundings = single * (2 + longest**0.25)  # of the terms, and of a sum of sums, each of sqrt(longest) terms
+        return operands, {name: roundings * (terms[name] + _norm(y)) for name, y in self.results.items()}
 
     def stored(self, name: str) -> torch.dtype:
         own = getattr(self.x, name.removeprefix("d"), None)
