@@ -154,13 +154,29 @@ def _nobody_watches(args: tuple[Any, ...]) -> bool:
     return (
         torch._C._len_torch_dispatch_stack() == torch._C._len_torch_function_stack() == 0
         and not torch._C._are_functorch_transforms_active()
-        and not torch._C._autograd._profiler_enabled()
-        and _NO_SUBCLASS.issuperset(map(type, args))
+        and not torch.autograd._profiler_enabled()
+        and _are_plain(args)
     )
 
 
-_NO_SUBCLASS = {Tensor, torch.nn.Parameter, type(None), bool, int, float, str, torch.dtype}
-_KERNELS = {attention: _forward, attention_backward: _backward, attention_double_backward: _double_backward}
+def _are_plain(args: tuple[Any, ...]) -> bool:
+    """Whether there is no subclass of Tensor, and no tensor whose numbers are not what lies in its memory."""
+    for x in args:
+        kind = type(x)
+        if kind is Tensor or kind is torch.nn.Parameter:
+            if x.is_neg() or x.is_meta or x._is_zerotensor():  # is_neg: negated when it is read
+                return False
+        elif kind not in _NO_TENSOR:
+            return False
+    return True
+
+
+_NO_TENSOR = {type(None), bool, int, float, str, torch.dtype}
+_KERNELS: dict[Any, Callable[..., Any]] = {
+    attention: _forward,
+    attention_backward: _backward,
+    attention_double_backward: _double_backward,
+}
 
 
 _TENSORS = slice(Terms._fields.index("bias"), Terms._fields.index("left"))

@@ -113,6 +113,15 @@ def test_inputs_with_any_strides(name, device, layout):  # pytorch #138581
 
 
 @PLACES
+def test_inputs_that_torch_negates_when_they_are_read(name, device):  # and that a kernel reads as they lie in memory
+    dense = torch.complex(*(x.detach() for x in qkv(G=6, T=37, S=37, D=16, dtype=torch.float32, device=device)[:2]))
+    negated = dense.conj().imag
+    assert negated.is_neg()
+    ours = flash_attention(negated, negated, negated, implementation=name)
+    torch.testing.assert_close(ours, flash_attention(*[negated.resolve_neg()] * 3, implementation=name))
+
+
+@PLACES
 def test_documents_of_no_length_and_garbage_in_the_padding(name, device):  # flash-attention #443
     lengths_q, lengths_k = (0, 33, 0, 5, 40, 0), (7, 20, 0, 0, 64, 0)
     leaves, cu_seqlens = packed(lengths_q, lengths_k, tail=9, D=16, dtype=torch.float32, device=device)
