@@ -154,7 +154,7 @@ def _nobody_watches(args: tuple[Any, ...]) -> bool:
     return (
         torch._C._len_torch_dispatch_stack() == torch._C._len_torch_function_stack() == 0
         and not torch._C._are_functorch_transforms_active()
-        and not torch.autograd._profiler_enabled()
+        and not torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
         and _are_plain(args)
     )
 
