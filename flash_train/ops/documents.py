@@ -93,8 +93,13 @@ class Documents:
 
 
 def _can_be_read(x: Tensor) -> bool:
-    """Whether its numbers are there, and cost no synchronisation: no GPU's, no meta, fake or traced tensor's."""
-    return x.device.type == "cpu" and type(x) is Tensor and not torch.compiler.is_compiling()
+    """Whether its numbers are there, and cost no wait: no GPU's, no meta, fake, traced or vmapped tensor's."""
+    return (
+        x.device.type == "cpu"
+        and type(x) is Tensor
+        and not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()
+    )
 
 
 def _rises_from_zero(offsets: Tensor, total: int) -> bool:

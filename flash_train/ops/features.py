@@ -132,10 +132,10 @@ class Terms(NamedTuple):
 
 SCHEMA = (
     "float scale, Tensor? bias, Tensor? allowed, Tensor? alibi_slopes, Tensor? sinks, Tensor? seed, Tensor? bounds, "
-    "Tensor? query_document, Tensor? key_document, int left, int right, bool top_left, float soft_cap, float dropout, "
-    "ScalarType? output_dtype, bool deterministic, str implementation"
+    "Tensor? query_document, Tensor? key_document, SymInt left, SymInt right, bool top_left, float soft_cap, "
+    "float dropout, ScalarType? output_dtype, bool deterministic, str implementation"
 )
-"""`Terms` as torch.library spells it."""
+"""`Terms` as torch.library spells it. A window may grow with a length that is a symbol under torch.compile."""
 NO_MASK, NO_SCORE = Mask(), Score()
 
 

@@ -131,6 +131,19 @@ def test_numbers_may_be_symbols(name):
         torch.testing.assert_close(ours, model(q, k, v, x))
 
 
+def test_a_window_may_grow_with_the_length():
+    def model(q):
+        return flash_attention(q, q, q, mask=Mask(window=(q.shape[2] // 2, 0)))
+
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for T, stance in ((8, "default"), (12, "default"), (20, "fail_on_recompile"), (31, "fail_on_recompile")):
+        q = torch.randn(1, 2, T, 4, requires_grad=True)
+        with torch.compiler.set_stance(stance):
+            output = compiled(q)
+            output.sum().backward()
+        torch.testing.assert_close(output, model(q))
+
+
 class Exported(nn.Module):
     """A module with one feature."""
 

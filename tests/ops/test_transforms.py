@@ -8,8 +8,8 @@ from torch.autograd import forward_ad
 from torch.utils import _pytree
 from torch.utils.flop_counter import FlopCounterMode
 
-from flash_train.ops.attention import Mask, Score, flash_attention, flash_attention_with_lse
-from tests.ops.tensors import qkv
+from flash_train.ops.attention import Mask, Score, flash_attention, flash_attention_packed, flash_attention_with_lse
+from tests.ops.tensors import packed, qkv
 
 
 def tensors() -> list[torch.Tensor]:
@@ -74,6 +74,19 @@ def test_vmap_over_masks_scores_and_documents_gives_what_a_loop_gives(shapes):
     loop = [gradients(*(x if d is None else x[n] for x, d in zip(args, dims, strict=True))) for n in range(3)]
     for a, b in zip(ours, zip(*loop, strict=True), strict=True):
         torch.testing.assert_close(a, torch.stack(b))
+
+
+@pytest.mark.filterwarnings("ignore:torch.searchsorted.*non-contiguous")  # vmap made it so
+def test_vmap_over_the_offsets_of_packed_documents_gives_what_a_loop_gives():
+    leaves, (offsets, _) = packed((3, 4, 0), (3, 4, 0))
+    offsets = torch.stack([offsets, torch.tensor([0, 0, 6, 7]), torch.tensor([0, 1, 2, 3])])
+    q, k, v = (x.detach() for x in leaves)
+
+    def run(x):
+        return flash_attention_packed(q, k, v, x, x, causal=True)
+
+    for ours, expected in zip(torch.func.vmap(run)(offsets), zip(*map(run, offsets), strict=True), strict=True):
+        torch.testing.assert_close(ours, torch.stack(expected))
 
 
 @pytest.mark.parametrize("scored", [False, True])
