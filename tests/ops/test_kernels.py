@@ -24,6 +24,7 @@ SMALL = [
     Case(2, 6, 2, 37, 41, 24, 24),
     Case(1, 2, 2, 70, 33, 40, 40),  # causal: the first 37 rows see nothing
     Case(1, 3, 1, 1, 50, 16, 8),
+    Case(1, 2, 2, 9, 1, 16, 12, output_dtype=torch.float32),  # one key: dP - delta cancels
 ]
 
 

@@ -275,8 +275,8 @@ def attention_backward(
     Shapes as `flash_attention_with_lse`; the gradients may have any strides. `launches` overrides the launch table for
     (dK and dV, dQ), for tuning.
     """
-    delta = _delta(grad_output, output, grad_lse, lse)
     q, k, v, do = near_rows(q), near_rows(k), near_rows(v), near_rows(grad_output.to(q.dtype))
+    delta = _delta(do, output, grad_lse, lse)  # of the dO that dP is made of: dP - delta cancels
     dq, dk, dv = (empty(x, *x.shape) for x in (q, k, v))
     call = Call(q, k, v, terms, lse)
     B, H, T, _ = q.shape
@@ -300,7 +300,6 @@ def attention_backward(
 
 def _delta(grad_output: Tensor, output: Tensor, grad_lse: Tensor | None, lse: Tensor) -> Tensor:
     """[B, H, T] fp32: rowsum(dO * O) - dL."""
-    grad_output = near_rows(grad_output)
     B, H, T, E = output.shape
     delta = empty(lse, B, H, T)
     dl = lse if grad_lse is None else grad_lse
