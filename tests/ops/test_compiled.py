@@ -35,7 +35,7 @@ def bias_and_sinks(T: int, S: int) -> tuple[Tensor, Tensor]:
 def inside(q, k, v, bias, sinks, ids, *, dropout=0.0):
     """Every record is made in the compiled function."""
     mask = Mask(causal=True, window=(5, 0), documents=ids, allowed=bias.detach() < 1.5)
-    score = Score(soft_cap=4.0, alibi_slopes=torch.linspace(0.1, 1, H), bias=bias, sinks=sinks)
+    score = Score(soft_cap=4.0, alibi_slopes=torch.linspace(0.1, 1, H, device=q.device), bias=bias, sinks=sinks)
     return flash_attention_with_lse(q * 2, k, v, mask=mask, score=score, dropout=dropout)
 
 
@@ -217,15 +217,14 @@ def test_fake_and_meta_tensors_have_the_shapes_dtypes_and_strides_of_real_ones(w
         with FakeTensorMode():
             got = run(where, *arguments(9, where), dropout=0.1)
     else:
-        with torch.device("meta"):
-            leaves = [torch.empty_like(x, device="meta", requires_grad=True) for x in leaves]
-            *tensors, bias, sinks = leaves
-            ids = torch.zeros(2, 9, dtype=torch.int64)
-            args = [*tensors, bias, sinks, ids]
-            if where is outside:
-                mask = Mask(documents=Documents.from_ids(ids), allowed=torch.ones(9, 9, dtype=torch.bool))
-                args = [*tensors, mask, Score(bias=bias, sinks=sinks)]
-            got = run(where, leaves, args, dropout=0.1)
+        leaves = [torch.empty_like(x, device="meta", requires_grad=True) for x in leaves]
+        *tensors, bias, sinks = leaves
+        ids = torch.zeros(2, 9, dtype=torch.int64, device="meta")
+        args = [*tensors, bias, sinks, ids]
+        if where is outside:
+            mask = Mask(documents=Documents.from_ids(ids), allowed=bias.detach() < 1.5)
+            args = [*tensors, mask, Score(bias=bias, sinks=sinks)]
+        got = run(where, leaves, args, dropout=0.1)
     for a, b in zip(got, expected, strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
     assert got[0].stride() == expected[0].stride()
@@ -267,7 +266,7 @@ def test_the_kernels_compile_whole_and_once_for_all_lengths(where, dropout):
     compiled = torch.compile(where, fullgraph=True)  # whose generator is not torch's own
     for T, stance in ((70, "default"), (90, "default"), (120, "fail_on_recompile"), (310, "fail_on_recompile")):
         leaves, args = on_gpu(T)
-        with torch.compiler.set_stance(stance), torch.device("cuda"):
+        with torch.compiler.set_stance(stance):
             ours = run(compiled, leaves, args, dropout=dropout)
             expected = run(where, leaves, args, dropout=dropout)
         if dropout:

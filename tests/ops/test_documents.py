@@ -12,7 +12,7 @@ from flash_train.ops.attention import (
     flash_attention_packed,
     flash_attention_with_lse,
 )
-from tests.ops.tensors import KERNELS, outputs_and_gradients, packed, qkv
+from tests.ops.tensors import KERNELS, finite, outputs_and_gradients, packed, qkv
 
 QUERIES, KEYS = (5, 0, 7, 1, 3), (8, 4, 0, 1, 11)
 MASKS = {
@@ -193,9 +193,9 @@ def test_offsets_on_a_gpu_are_never_read_on_the_host():
 
     def step():
         output, lse = flash_attention_packed(*leaves, *cu_seqlens, causal=True, dropout=0.1)
-        (output.float().sum() + lse.exp().sum()).backward()
+        (output.float().sum() + finite(lse).sum()).backward()
         output, lse = flash_attention_with_lse(*batch, mask=Mask(documents=ids, window=(9, 0)))
-        (output.float().sum() + lse.exp().sum()).backward()
+        (output.float().sum() + finite(lse).sum()).backward()
 
     step()  # the kernels are loaded, which waits for the device
     torch.cuda.synchronize()
@@ -204,6 +204,20 @@ def test_offsets_on_a_gpu_are_never_read_on_the_host():
         step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_torchs_deterministic_mode_takes_documents():
+    leaves, cu_seqlens = packed((100, 0, 77), (33, 60, 88), D=64, device="cuda", dtype=torch.bfloat16)
+    batch = [x.requires_grad_() for x in qkv(B=2, T=50, S=50, D=64, device="cuda", dtype=torch.bfloat16)]
+    torch.use_deterministic_algorithms(True)
+    try:
+        output, lse = flash_attention_packed(*leaves, *cu_seqlens, causal=True, dropout=0.1)
+        (output.float().sum() + finite(lse).sum()).backward()
+        mask = Mask(documents=torch.zeros(2, 50, dtype=torch.int64, device="cuda"))
+        flash_attention_with_lse(*batch, mask=mask)[0].float().sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.gpu

@@ -32,6 +32,28 @@ class Counting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize("switch", [False, True])
+@pytest.mark.parametrize("asked", [None, False, True])
+def test_determinism_follows_torchs_switch_unless_it_is_asked_for(switch, asked):
+    seen = []
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func in (library.attention, library.attention_backward):
+                seen.append(Terms(*args[-len(Terms._fields) :]).deterministic)
+            return func(*args, **(kwargs or {}))
+
+    q, k, v = qkv()
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(switch)
+    try:
+        with Watching():
+            flash_attention(q, k, v, deterministic=asked).sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert seen == [switch if asked is None else asked] * 2
+
+
 def save_attention(context, operator, *args, **kwargs):
     return CheckpointPolicy.MUST_SAVE if operator is library.attention else CheckpointPolicy.PREFER_RECOMPUTE
 

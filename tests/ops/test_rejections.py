@@ -20,7 +20,7 @@ from flash_train.ops.attention import (
     flash_attention_with_lse,
 )
 from flash_train.ops.partials import merge
-from tests.ops.tensors import packed, qkv
+from tests.ops.tensors import DEVICE, packed, qkv
 
 B, H, G, T, S, D = 2, 6, 2, 7, 11, 5
 
@@ -187,10 +187,13 @@ IMPLEMENTATIONS = [
      "a bias together with allowed", "use 'flash' or 'naive'"),
     (lambda: sdpa("sdpa", dropout=0.5), "'sdpa': torch's back end takes no", "q [2, 6, 7, 5]",
      "use 'sdpa_math' or 'flash'"),
-    (lambda: choose_implementation("triton", *qkv()), "take fp16, bf16 and fp32", "not torch.float64", "'flash' takes"),
-    (lambda: choose_implementation("triton", *qkv(D=257, dtype=torch.float32)), "take head sizes 1 to 256", "not 257",
+    (lambda: choose_implementation("triton", *qkv(device=DEVICE)),
+     "take fp16, bf16 and fp32", "not torch.float64", "'flash' takes"),
+    (lambda: choose_implementation("triton", *qkv(D=257, dtype=torch.float32, device=DEVICE)),
+     "take head sizes 1 to 256", "not 257",
      "'fl"),
-    (lambda: choose_implementation("triton", *qkv(E=300, dtype=torch.float32)), "take head sizes 1 to 256", "not 300",
+    (lambda: choose_implementation("triton", *qkv(E=300, dtype=torch.float32, device=DEVICE)),
+     "take head sizes 1 to 256", "not 300",
      "'fl"),
     (lambda: choose_implementation("triton", *(x.to("meta") for x in qkv())), "run on a GPU", "on meta",
      "'flash' takes"),
