@@ -159,18 +159,24 @@ class _Rounding:
         self.slope = torch.ones_like(steps.s) if cap is None else 1 - torch.tanh(steps.product / cap) ** 2
         dl = x.dl.double() if x.case.lse_gradient else torch.zeros_like(steps.lse)
         self.delta = (self.do * steps.output).sum(-1) - dl
-        self.ds = self.p * (self.keep * (self.do @ self.v.transpose(-1, -2)) - self.delta.unsqueeze(-1))
+        self.dp = self.keep * (self.do @ self.v.transpose(-1, -2))
+        self.ds = self.p * (self.dp - self.delta.unsqueeze(-1))
         finite = steps.s.masked_fill(steps.s == -math.inf, 0.0).abs()
         self.s_noise = self.scale * self.slope * _squares(q, self.k.transpose(-1, -2)) + finite  # of s, one rounding's
         self.delta_noise = (self.do * steps.output).square().sum(-1).sqrt() + dl.abs()
 
     def norms(self) -> tuple[dict[str, float], dict[str, float]]:
         case, dtype = self.x.case, self.x.q.dtype
-        operand, single = torch.finfo(dtype).eps / 2, torch.finfo(torch.promote_types(dtype, torch.float32)).eps
-        operands, output = self.spread(self.p * operand, self.ds * operand, self.sink * 0), self.stored_output()
+        single = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+        operand = torch.finfo(dtype).eps / math.sqrt(12)  # of a rounding, in the root mean square
+        in_delta = operand * (self.p * self.dp).square().sum(-1).sqrt()  # made of the output, and that of rounded P
+        ds_noise = self.ds.abs() * operand + self.p * in_delta.unsqueeze(-1)
+        operands, output = self.spread(self.p * operand, ds_noise, self.sink * in_delta), self.stored_output()
         for name, y in self.results.items():
             stored = (case.output_dtype or dtype) if name == "output" else self.stored(name)
-            operands[name] = operands.get(name, 0.0) + output.get(name, 0.0) + _norm(y.to(stored).double() - y)
+            at_the_end = _norm(y.to(stored).double() - y)
+            scatter = 1 + 1 / math.sqrt(max(1, y.numel()))  # of the norm of a few random numbers
+            operands[name] = scatter * math.hypot(operands.get(name, 0.0), output.get(name, 0.0), at_the_end)
         dp_noise = self.keep * _squares(self.do, self.v.transpose(-1, -2)) + self.delta_noise.unsqueeze(-1)
         p_noise, ds_noise = self.p * self.s_noise, self.p * dp_noise + self.ds.abs() * self.s_noise
         sink_noise = self.sink * (self.delta_noise + self.delta.abs())
