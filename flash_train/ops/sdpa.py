@@ -2,7 +2,6 @@
 
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from flash_train.ops.features import UNBOUNDED, Terms
@@ -36,6 +35,8 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> Tensor:
     if causal and T == S:  # an `if`, because torch.compile's symbolic truth is no argument
         flag = True
     elif causal and T != 1:  # torch's own flag would align the first query with the first key
+        from torch.nn.attention.bias import causal_lower_right  # which imports all of dynamo: 1.1 s
+
         bias = causal_lower_right(T, S)
     grouped = q.shape[1] != k.shape[1]
     with sdpa_kernel(_BACKENDS[implementation]):

@@ -15,15 +15,7 @@ from torch import Tensor
 from flash_train.ops.features import Terms
 from flash_train.ops.kernels.bias import bias_gradient
 from flash_train.ops.kernels.launch import Call, block_size, describe, empty, near_rows, run
-from flash_train.ops.kernels.scores import (
-    drop,
-    dropout_base,
-    key_keys,
-    log2_unit,
-    modify,
-    query_keys,
-    slope_of,
-)
+from flash_train.ops.kernels.scores import drop, key_keys, log2_unit, modify, place_of, queries_of, query_keys
 from flash_train.ops.kernels.tables import Launch
 from flash_train.ops.kernels.tiles import (
     NOT_SPECIALIZED,
@@ -50,8 +42,8 @@ DELTA = Launch(block_t=64, block_s=0, warps=4, stages=1)
 """`delta_kernel` reads each element once."""
 
 
-@triton.jit(do_not_specialize=["H", "T"])
-def delta_kernel(grad_output, output, grad_lse, delta, do_strides, o_strides, dl_strides, H, T,
+@triton.jit(do_not_specialize=["H", "T", "dl_b", "dl_h", "dl_t"])
+def delta_kernel(grad_output, output, grad_lse, delta, do_strides, o_strides, dl_b, dl_h, dl_t, H, T,
                  E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
                  HAS_GRAD_LSE: tl.constexpr):  # fmt: skip
     """delta = rowsum(dO * O) - dL, [B, H, T] fp32: one program, BLOCK_T rows of one head."""
@@ -65,33 +57,35 @@ def delta_kernel(grad_output, output, grad_lse, delta, do_strides, o_strides, dl
     o = load_tile(output, o_strides, b, h, first, T, E, BLOCK_T, BLOCK_E, False, False).to(tl.float32)
     row = tl.sum(do * o, 1)
     if HAS_GRAD_LSE:
-        pointers = grad_lse + b.to(tl.int64) * dl_strides[0] + h.to(tl.int64) * dl_strides[1]
-        row -= tl.load(pointers + rows.to(tl.int64) * dl_strides[2], mask=rows < T, other=0.0)
+        pointers = grad_lse + b.to(tl.int64) * dl_b + h.to(tl.int64) * dl_h
+        row -= tl.load(pointers + rows.to(tl.int64) * dl_t, mask=rows < T, other=0.0)
     tl.store(delta + head.to(tl.int64) * T + rows, row, mask=rows < T)
 
 
 @triton.jit
-def _fold_queries(dk, dv, k_tile, v_tile, q, do, lse, delta, q_strides, do_strides, b, h, keys, start, end, slope,
-                  base, of_keys, span, n, x, c, MASKED: tl.constexpr):  # fmt: skip
+def _fold_queries(dk, dv, k_tile, v_tile, first_key, keys, q, do, lse, delta, q_strides, do_strides, start, end, at,
+                  span, n, x, c, MASKED: tl.constexpr):  # fmt: skip
     """Adds what queries start to end of one head give to dK and dV of a tile of keys; tiles are transposed: [S, T]."""
     CUT: tl.constexpr = MASKED and c.MASK == "documents"
     unit = log2_unit(n, c)
-    head = b * n.H + h
+    key_bits = key_keys(at.base, keys, span, c)
     for first in tl.range(start, end, c.BLOCK_T):
         t = first + tl.arange(0, c.BLOCK_T)
         rows = t[None, :]
-        q_tile = load_tile(q, q_strides, b, h, first, span.end_query, c.D, c.BLOCK_T, c.BLOCK_D, c.DESCRIPTOR, CUT)
-        L, delta_rows = row_numbers(lse, delta, head, t, span.end_query, n)
+        q_tile = load_tile(q, q_strides, at.b, at.h, first, span.end_query, c.D, c.BLOCK_T, c.BLOCK_D, c.DESCRIPTOR,
+                           CUT)  # fmt: skip
+        L, delta_rows = row_numbers(lse, delta, at.head, t, span.end_query, n)
         s = multiply(k_tile, q_tile.T, c)  # [BLOCK_S, BLOCK_T]
-        s, derivative = modify(s, rows, keys, b, h, slope, span, n, x, c)
+        s, derivative = modify(s, first, first_key, rows, keys, at, span, n, x, c)
         p = tl.exp2(s * unit - L[None, :])
         if MASKED:
             low, high = visible_keys(rows, span, n, c)
             p = tl.where(is_seen(keys, low, high, c), p, 0.0)
-        do_tile = load_tile(do, do_strides, b, h, first, span.end_query, c.E, c.BLOCK_T, c.BLOCK_E, c.DESCRIPTOR, CUT)
-        of_queries = query_keys(base, rows, span, c)
-        dv = multiply_add(drop(p, of_queries, of_keys, n, c).to(do_tile.dtype), do_tile, dv, c)  # [BLOCK_S, BLOCK_E]
-        dp = drop(multiply(v_tile, do_tile.T, c), of_queries, of_keys, n, c)  # [BLOCK_S, BLOCK_T]
+        do_tile = load_tile(do, do_strides, at.b, at.h, first, span.end_query, c.E, c.BLOCK_T, c.BLOCK_E, c.DESCRIPTOR,
+                            CUT)  # fmt: skip
+        query_bits = query_keys(at.base, rows, span, c)
+        dv = multiply_add(drop(p, query_bits, key_bits, n, c).to(do_tile.dtype), do_tile, dv, c)  # [BLOCK_S, BLOCK_E]
+        dp = drop(multiply(v_tile, do_tile.T, c), query_bits, key_bits, n, c)  # [BLOCK_S, BLOCK_T]
         if c.DROPOUT:
             dp *= n.keep_scale
         ds = p * (dp - delta_rows[None, :]) * derivative
@@ -108,22 +102,17 @@ def _gather(k_tile, v_tile, q, do, lse, delta, dk, dv, q_strides, do_strides, dk
     dk_acc = tl.zeros([c.BLOCK_S, c.BLOCK_D], tl.float32)
     dv_acc = tl.zeros([c.BLOCK_S, c.BLOCK_E], tl.float32)
     for member in tl.range(0, n.H // n.G):
-        h = g * (n.H // n.G) + member
-        slope = slope_of(b, h, n, x, c)
-        base = dropout_base(b, h, span, x, c)
-        of_keys = key_keys(base, keys, span, c)
+        at = place_of(b, g * (n.H // n.G) + member, span, n, x, c)
         if c.MASK != "full":
-            dk_acc, dv_acc = _fold_queries(
-                dk_acc, dv_acc, k_tile, v_tile, q, do, lse, delta, q_strides, do_strides, b, h, keys, start, full,
-                slope, base, of_keys, span, n, x, c, True)  # fmt: skip
+            dk_acc, dv_acc = _fold_queries(dk_acc, dv_acc, k_tile, v_tile, first, keys, q, do, lse, delta, q_strides,
+                                           do_strides, start, full, at, span, n, x, c, True)  # fmt: skip
         if not c.DENSE:
-            dk_acc, dv_acc = _fold_queries(
-                dk_acc, dv_acc, k_tile, v_tile, q, do, lse, delta, q_strides, do_strides, b, h, keys, full, full_end,
-                slope, base, of_keys, span, n, x, c, False)  # fmt: skip
+            dk_acc, dv_acc = _fold_queries(dk_acc, dv_acc, k_tile, v_tile, first, keys, q, do, lse, delta, q_strides,
+                                           do_strides, full, full_end, at, span, n, x, c, False)  # fmt: skip
             if c.MASK == "window" or c.MASK == "documents":
-                dk_acc, dv_acc = _fold_queries(
-                    dk_acc, dv_acc, k_tile, v_tile, q, do, lse, delta, q_strides, do_strides, b, h, keys, full_end,
-                    end, slope, base, of_keys, span, n, x, c, True)  # fmt: skip
+                dk_acc, dv_acc = _fold_queries(dk_acc, dv_acc, k_tile, v_tile, first, keys, q, do, lse, delta,
+                                               q_strides, do_strides, full_end, end, at, span, n, x, c,
+                                               True)  # fmt: skip
     if c.DROPOUT:
         dv_acc *= n.keep_scale
     store_tile(dk, dk_strides, b, g, first, span.first_key, span.end_key, dk_acc * n.scale, c.D, c.BLOCK_S, c.BLOCK_D)
@@ -171,21 +160,21 @@ def dkdv_kernel(q, k, v, do, lse, delta, dk, dv, q_strides, k_strides, v_strides
 
 
 @triton.jit
-def _fold_keys(dq, q_tile, do_tile, L, delta_rows, rows, low, high, k, v, k_strides, v_strides, b, g, h, start, end,
-               slope, base, of_queries, span, n, x, c, MASKED: tl.constexpr):  # fmt: skip
+def _fold_keys(dq, q_tile, do_tile, L, delta_rows, queries, k, v, k_strides, v_strides, start, end, at, span, n, x, c,
+               MASKED: tl.constexpr):  # fmt: skip
     """Adds what keys start to end give to dQ of a tile of queries."""
     CUT: tl.constexpr = MASKED and c.MASK == "documents"
     unit = log2_unit(n, c)
     for first in tl.range(start, end, c.BLOCK_S):
         keys = first + tl.arange(0, c.BLOCK_S)[None, :]
-        k_tile = load_tile(k, k_strides, b, g, first, span.end_key, c.D, c.BLOCK_S, c.BLOCK_D, c.DESCRIPTOR, CUT)
+        k_tile = load_tile(k, k_strides, at.b, at.g, first, span.end_key, c.D, c.BLOCK_S, c.BLOCK_D, c.DESCRIPTOR, CUT)
         s = multiply(q_tile, k_tile.T, c)  # [BLOCK_T, BLOCK_S]
-        s, derivative = modify(s, rows, keys, b, h, slope, span, n, x, c)
+        s, derivative = modify(s, queries.first, first, queries.rows, keys, at, span, n, x, c)
         p = tl.exp2(s * unit - L[:, None])
         if MASKED:
-            p = tl.where(is_seen(keys, low, high, c), p, 0.0)
-        v_tile = load_tile(v, v_strides, b, g, first, span.end_key, c.E, c.BLOCK_S, c.BLOCK_E, c.DESCRIPTOR, CUT)
-        dp = drop(multiply(do_tile, v_tile.T, c), of_queries, key_keys(base, keys, span, c), n, c)
+            p = tl.where(is_seen(keys, queries.low, queries.high, c), p, 0.0)
+        v_tile = load_tile(v, v_strides, at.b, at.g, first, span.end_key, c.E, c.BLOCK_S, c.BLOCK_E, c.DESCRIPTOR, CUT)
+        dp = drop(multiply(do_tile, v_tile.T, c), queries.bits, key_keys(at.base, keys, span, c), n, c)
         if c.DROPOUT:
             dp *= n.keep_scale
         ds = p * (dp - delta_rows[:, None]) * derivative  # [BLOCK_T, BLOCK_S]
@@ -194,27 +183,21 @@ def _fold_keys(dq, q_tile, do_tile, L, delta_rows, rows, low, high, k, v, k_stri
 
 
 @triton.jit
-def _collect(q_tile, do_tile, k, v, lse, delta, dq, k_strides, v_strides, dq_strides, b, h, head, first, span, n, x,
-             c):  # fmt: skip
+def _collect(q_tile, do_tile, k, v, lse, delta, dq, k_strides, v_strides, dq_strides, b, h, first, span, n, x, c):
     """dQ of one tile of queries from all keys of the span that they see; writes the rows that belong to the span."""
-    g = h // (n.H // n.G)
-    t = first + tl.arange(0, c.BLOCK_T)
-    rows = t[:, None]
-    low, high = visible_keys(rows, span, n, c)
+    at = place_of(b, h, span, n, x, c)
+    queries = queries_of(first, at, span, n, c)
     start, full, full_end, end = key_tiles(first, span, n, c)
-    L, delta_rows = row_numbers(lse, delta, head, t, span.end_query, n)
-    slope = slope_of(b, h, n, x, c)
-    base = dropout_base(b, h, span, x, c)
-    of_queries = query_keys(base, rows, span, c)
+    L, delta_rows = row_numbers(lse, delta, at.head, first + tl.arange(0, c.BLOCK_T), span.end_query, n)
     acc = tl.zeros([c.BLOCK_T, c.BLOCK_D], tl.float32)
     if c.MASK == "window" or c.MASK == "documents":
-        acc = _fold_keys(acc, q_tile, do_tile, L, delta_rows, rows, low, high, k, v, k_strides, v_strides, b, g, h,
-                         start, full, slope, base, of_queries, span, n, x, c, True)  # fmt: skip
+        acc = _fold_keys(acc, q_tile, do_tile, L, delta_rows, queries, k, v, k_strides, v_strides, start, full, at,
+                         span, n, x, c, True)  # fmt: skip
     if not c.DENSE:
-        acc = _fold_keys(acc, q_tile, do_tile, L, delta_rows, rows, low, high, k, v, k_strides, v_strides, b, g, h,
-                         full, full_end, slope, base, of_queries, span, n, x, c, False)  # fmt: skip
-        acc = _fold_keys(acc, q_tile, do_tile, L, delta_rows, rows, low, high, k, v, k_strides, v_strides, b, g, h,
-                         full_end, end, slope, base, of_queries, span, n, x, c, True)  # fmt: skip
+        acc = _fold_keys(acc, q_tile, do_tile, L, delta_rows, queries, k, v, k_strides, v_strides, full, full_end, at,
+                         span, n, x, c, False)  # fmt: skip
+        acc = _fold_keys(acc, q_tile, do_tile, L, delta_rows, queries, k, v, k_strides, v_strides, full_end, end, at,
+                         span, n, x, c, True)  # fmt: skip
     store_tile(dq, dq_strides, b, h, first, span.first_query, span.end_query, acc * n.scale, c.D, c.BLOCK_T, c.BLOCK_D)
 
 
@@ -231,10 +214,10 @@ def _dq_program(q, k, v, do, lse, delta, dq, q_strides, k_strides, v_strides, do
     if c.MASK == "documents":
         number, end = documents_of(x.query_document, b, first, n.T, c.BLOCK_T)
         for document in tl.range(number, end):
-            _collect(q_tile, do_tile, k, v, lse, delta, dq, k_strides, v_strides, dq_strides, b, h, head, first,
+            _collect(q_tile, do_tile, k, v, lse, delta, dq, k_strides, v_strides, dq_strides, b, h, first,
                      span_of(document, n, x), n, x, c)  # fmt: skip
     else:
-        _collect(q_tile, do_tile, k, v, lse, delta, dq, k_strides, v_strides, dq_strides, b, h, head, first, whole(n),
+        _collect(q_tile, do_tile, k, v, lse, delta, dq, k_strides, v_strides, dq_strides, b, h, first, whole(n),
                  n, x, c)  # fmt: skip
 
 
@@ -305,7 +288,7 @@ def _delta(grad_output: Tensor, output: Tensor, grad_lse: Tensor | None, lse: Te
     dl = lse if grad_lse is None else grad_lse
     run(
         delta_kernel, triton.cdiv(T, DELTA.block_t) * B * H, DELTA,
-        grad_output, output, dl, delta, grad_output.stride(), output.stride(), dl.stride(), H, T,
+        grad_output, output, dl, delta, grad_output.stride(), output.stride(), *dl.stride(), H, T,
         E, DELTA.block_t, block_size(E), grad_lse is not None,
     )  # fmt: skip
     return delta

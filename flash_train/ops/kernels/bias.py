@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flash_train.ops.kernels.launch import Call, empty, run
-from flash_train.ops.kernels.scores import drop, dropout_base, key_keys, log2_unit, modify, query_keys, slope_of
+from flash_train.ops.kernels.scores import drop, dropout_base, key_keys, log2_unit, modify, place_of, query_keys
 from flash_train.ops.kernels.tables import Launch
 from flash_train.ops.kernels.tiles import (
     NOT_SPECIALIZED,
@@ -53,14 +53,15 @@ def _dS(q, k, v, do, lse, delta, q_strides, k_strides, v_strides, do_strides, b,
     if tl.max(seen.to(tl.int32)) > 0:
         q_tile = load_tile(q, q_strides, b, h, first, n.T, c.D, c.BLOCK_T, c.BLOCK_D, False, False)
         k_tile = load_tile(k, k_strides, b, g, first_key, n.S, c.D, c.BLOCK_S, c.BLOCK_D, False, False)
-        s, _ = modify(multiply(q_tile, k_tile.T, c), rows, keys, b, h, slope_of(b, h, n, x, c), span, n, x, c)
-        L, delta_rows = row_numbers(lse, delta, b * n.H + h, t, n.T, n)
+        at = place_of(b, h, span, n, x, c)
+        s, _ = modify(multiply(q_tile, k_tile.T, c), first, first_key, rows, keys, at, span, n, x, c)
+        L, delta_rows = row_numbers(lse, delta, at.head, t, n.T, n)
         p = tl.exp2(s * log2_unit(n, c) - L[:, None])
         do_tile = load_tile(do, do_strides, b, h, first, n.T, c.E, c.BLOCK_T, c.BLOCK_E, False, False)
         v_tile = load_tile(v, v_strides, b, g, first_key, n.S, c.E, c.BLOCK_S, c.BLOCK_E, False, False)
-        of_queries = query_keys(dropout_base(b, h, span, x, c), rows, span, c)
-        of_keys = key_keys(dropout_base(b, h, key_span, x, c), keys, key_span, c)
-        dp = drop(multiply(do_tile, v_tile.T, c), of_queries, of_keys, n, c)
+        query_bits = query_keys(at.base, rows, span, c)
+        key_bits = key_keys(dropout_base(b, h, key_span, x, c), keys, key_span, c)
+        dp = drop(multiply(do_tile, v_tile.T, c), query_bits, key_bits, n, c)
         if c.DROPOUT:
             dp *= n.keep_scale
         ds = tl.where(seen, p * (dp - delta_rows[:, None]), 0.0)

@@ -7,16 +7,7 @@ from torch import Tensor
 
 from flash_train.ops.features import Terms
 from flash_train.ops.kernels.launch import Call, describe, empty, near_rows, run
-from flash_train.ops.kernels.scores import (
-    drop,
-    dropout_base,
-    key_keys,
-    log2_unit,
-    modify,
-    query_keys,
-    sink_of,
-    slope_of,
-)
+from flash_train.ops.kernels.scores import drop, key_keys, log2_unit, modify, place_of, queries_of, sink_of
 from flash_train.ops.kernels.tables import Launch
 from flash_train.ops.kernels.tiles import (
     LN_2,
@@ -33,24 +24,24 @@ from flash_train.ops.kernels.tiles import (
     multiply_add,
     span_of,
     store_tile,
-    visible_keys,
     whole,
 )
 
 
 @triton.jit
-def _fold_keys(acc, m, l, q, rows, low, high, k, v, k_strides, v_strides, b, g, h, start, end, slope, base, of_queries,
-               span, n, x, c, MASKED: tl.constexpr):  # fmt: skip
+def _fold_keys(acc, m, l, q_tile, queries, k, v, k_strides, v_strides, start, end, at, span, n, x, c,
+               MASKED: tl.constexpr):  # fmt: skip
     """Keys start to end into the rows' state (m, l, acc), m in units of log2. Full and masked tiles share this body."""
     CUT: tl.constexpr = MASKED and c.MASK == "documents"
     unit = log2_unit(n, c)
     for first in tl.range(start, end, c.BLOCK_S):
         keys = first + tl.arange(0, c.BLOCK_S)[None, :]
-        k_tile = load_tile(k, k_strides, b, g, first, span.end_key, c.D, c.BLOCK_S, c.BLOCK_D, c.DESCRIPTOR, False)
-        s = multiply(q, k_tile.T, c)  # [BLOCK_T, BLOCK_S]
-        s, _ = modify(s, rows, keys, b, h, slope, span, n, x, c)
+        k_tile = load_tile(k, k_strides, at.b, at.g, first, span.end_key, c.D, c.BLOCK_S, c.BLOCK_D, c.DESCRIPTOR,
+                           False)  # fmt: skip
+        s = multiply(q_tile, k_tile.T, c)  # [BLOCK_T, BLOCK_S]
+        s, _ = modify(s, queries.first, first, queries.rows, keys, at, span, n, x, c)
         if MASKED:
-            s = tl.where(is_seen(keys, low, high, c), s, float("-inf"))
+            s = tl.where(is_seen(keys, queries.low, queries.high, c), s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1) * unit)
         reference = m_new
         if MASKED:  # a row that has seen nothing: exp2(-inf - 0) = 0
@@ -58,36 +49,30 @@ def _fold_keys(acc, m, l, q, rows, low, high, k, v, k_strides, v_strides, b, g, 
         p = tl.exp2(s * unit - reference[:, None])  # [BLOCK_T, BLOCK_S]
         shrink = tl.exp2(m - reference)
         l = l * shrink + tl.sum(p, 1)
-        p = drop(p, of_queries, key_keys(base, keys, span, c), n, c)
-        v_tile = load_tile(v, v_strides, b, g, first, span.end_key, c.E, c.BLOCK_S, c.BLOCK_E, c.DESCRIPTOR, CUT)
+        p = drop(p, queries.bits, key_keys(at.base, keys, span, c), n, c)
+        v_tile = load_tile(v, v_strides, at.b, at.g, first, span.end_key, c.E, c.BLOCK_S, c.BLOCK_E, c.DESCRIPTOR, CUT)
         acc = multiply_add(p.to(v_tile.dtype), v_tile, acc * shrink[:, None], c)  # [BLOCK_T, BLOCK_E]
         m = m_new
     return acc, m, l
 
 
 @triton.jit
-def _attend(q_tile, k, v, output, lse, k_strides, v_strides, output_strides, b, h, head, first, span, n, x, c):
+def _attend(q_tile, k, v, output, lse, k_strides, v_strides, output_strides, b, h, first, span, n, x, c):
     """One tile of queries against all keys of the span that they see; writes the rows that belong to the span."""
-    g = h // (n.H // n.G)
-    rows = (first + tl.arange(0, c.BLOCK_T))[:, None]
-    low, high = visible_keys(rows, span, n, c)
+    at = place_of(b, h, span, n, x, c)
+    queries = queries_of(first, at, span, n, c)
     start, full, full_end, end = key_tiles(first, span, n, c)
-    slope = slope_of(b, h, n, x, c)
-    base = dropout_base(b, h, span, x, c)
-    of_queries = query_keys(base, rows, span, c)
-
-    sink = sink_of(b, h, n, x)
-    m = tl.zeros([c.BLOCK_T], tl.float32) + sink
+    m = tl.zeros([c.BLOCK_T], tl.float32) + sink_of(b, h, n, x)
     l = tl.where(m == float("-inf"), 0.0, 1.0)
     acc = tl.zeros([c.BLOCK_T, c.BLOCK_E], tl.float32)
     if c.MASK == "window" or c.MASK == "documents":
-        acc, m, l = _fold_keys(acc, m, l, q_tile, rows, low, high, k, v, k_strides, v_strides, b, g, h, start, full,
-                               slope, base, of_queries, span, n, x, c, True)  # fmt: skip
+        acc, m, l = _fold_keys(acc, m, l, q_tile, queries, k, v, k_strides, v_strides, start, full, at, span, n, x, c,
+                               True)  # fmt: skip
     if not c.DENSE:
-        acc, m, l = _fold_keys(acc, m, l, q_tile, rows, low, high, k, v, k_strides, v_strides, b, g, h, full, full_end,
-                               slope, base, of_queries, span, n, x, c, False)  # fmt: skip
-        acc, m, l = _fold_keys(acc, m, l, q_tile, rows, low, high, k, v, k_strides, v_strides, b, g, h, full_end, end,
-                               slope, base, of_queries, span, n, x, c, True)  # fmt: skip
+        acc, m, l = _fold_keys(acc, m, l, q_tile, queries, k, v, k_strides, v_strides, full, full_end, at, span, n, x,
+                               c, False)  # fmt: skip
+        acc, m, l = _fold_keys(acc, m, l, q_tile, queries, k, v, k_strides, v_strides, full_end, end, at, span, n, x,
+                               c, True)  # fmt: skip
     l_safe = tl.where(l == 0.0, 1.0, l)  # a row that saw nothing: output 0, and m is minus infinity
     acc = acc / l_safe[:, None]
     if c.DROPOUT:
@@ -95,7 +80,7 @@ def _attend(q_tile, k, v, output, lse, k_strides, v_strides, output_strides, b, 
     store_tile(output, output_strides, b, h, first, span.first_query, span.end_query, acc, c.E, c.BLOCK_T, c.BLOCK_E)
     t = first + tl.arange(0, c.BLOCK_T)
     mine = (t >= span.first_query) & (t < span.end_query)
-    tl.store(lse + head.to(tl.int64) * n.T + t, m * LN_2 + tl.log(l_safe), mask=mine)
+    tl.store(lse + at.head.to(tl.int64) * n.T + t, m * LN_2 + tl.log(l_safe), mask=mine)
 
 
 @triton.jit
@@ -109,10 +94,10 @@ def _forward_program(q, k, v, output, lse, q_strides, k_strides, v_strides, outp
     if c.MASK == "documents":
         number, end = documents_of(x.query_document, b, first, n.T, c.BLOCK_T)
         for document in tl.range(number, end):
-            _attend(q_tile, k, v, output, lse, k_strides, v_strides, output_strides, b, h, head, first,
+            _attend(q_tile, k, v, output, lse, k_strides, v_strides, output_strides, b, h, first,
                     span_of(document, n, x), n, x, c)  # fmt: skip
     else:
-        _attend(q_tile, k, v, output, lse, k_strides, v_strides, output_strides, b, h, head, first, whole(n), n, x, c)
+        _attend(q_tile, k, v, output, lse, k_strides, v_strides, output_strides, b, h, first, whole(n), n, x, c)
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)

@@ -3,12 +3,14 @@
 Tiles may lie either way: `rows` and `keys` come as [BLOCK_T, 1] and [1, BLOCK_S], or as [1, BLOCK_T] and [BLOCK_S, 1].
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from flash_train.ops import dropout
 from flash_train.ops.features import SEED_STEP as SEED_STEP_INT64
-from flash_train.ops.kernels.tiles import HAS_ALLOWED, HAS_BIAS, HAS_SINKS, HAS_SLOPES, LOG2_E
+from flash_train.ops.kernels.tiles import HAS_ALLOWED, HAS_BIAS, HAS_SINKS, HAS_SLOPES, LOG2_E, visible_keys
 
 MIX_1, MIX_2 = tl.constexpr(dropout.MIX_1), tl.constexpr(dropout.MIX_2)
 STEP_HEAD, STEP_QUERY, STEP_KEY = (tl.constexpr(x) for x in (dropout.STEP_HEAD, dropout.STEP_QUERY, dropout.STEP_KEY))
@@ -24,13 +26,50 @@ def log2_unit(n, c):
         return n.scale * LOG2_E
 
 
-@triton.jit
-def slope_of(b, h, n, x, c):
+class Place(NamedTuple):
+    """A head at work, and what its scores need."""
+
+    b: Any
+    h: Any
+    g: Any
+    head: Any
+    """b H + h"""
+    slope: Any
     """The head's ALiBi slope."""
+    base: Any
+    """What the dropout keys of the head in this document begin with."""
+
+
+class Queries(NamedTuple):
+    """A tile of queries of a head at work."""
+
+    first: Any
+    rows: Any
+    """[BLOCK_T, 1] numbers"""
+    low: Any
+    high: Any
+    """Each row sees keys low to high - 1."""
+    bits: Any
+    """Their dropout keys."""
+
+
+@triton.jit
+def place_of(b, h, span, n, x, c):
+    """The place of head h of batch row b in a document."""
+    head = b * n.H + h
     if c.MODIFIED:
-        return tl.load(x.slopes + b * n.head_stride + h, mask=(n.flags & HAS_SLOPES) != 0, other=0.0)
+        slope = tl.load(x.slopes + b * n.head_stride + h, mask=(n.flags & HAS_SLOPES) != 0, other=0.0)
+        return Place(b, h, h // (n.H // n.G), head, slope, dropout_base(b, h, span, x, c))
     else:
-        return 0.0
+        return Place(b, h, h // (n.H // n.G), head, 0.0, 0)
+
+
+@triton.jit
+def queries_of(first, at, span, n, c):
+    """The queries from `first` on."""
+    rows = (first + tl.arange(0, c.BLOCK_T))[:, None]
+    low, high = visible_keys(rows, span, n, c)
+    return Queries(first, rows, low, high, query_keys(at.base, rows, span, c))
 
 
 @triton.jit
@@ -54,8 +93,11 @@ def tanh(z):
 
 
 @triton.jit
-def modify(s, rows, keys, b, h, slope, span, n, x, c):
-    """(scores, d score / d (scale q k^T)) of the products q k^T; the mask of `visible_keys` is not applied."""
+def modify(s, first, first_key, rows, keys, at, span, n, x, c):
+    """(scores, d score / d (scale q k^T)) of the products q k^T; the mask of `visible_keys` is not applied.
+
+    `first` and `first_key` are where rows and keys begin.
+    """
     derivative = 1.0
     if c.MODIFIED:
         s = s * n.scale
@@ -63,22 +105,25 @@ def modify(s, rows, keys, b, h, slope, span, n, x, c):
             ratio = tanh(s / n.soft_cap)
             s = ratio * n.soft_cap
             derivative = 1.0 - ratio * ratio
-        s -= slope * tl.abs(rows + span.shift - keys).to(tl.float32)
+        s -= at.slope * tl.abs(rows + span.shift - keys).to(tl.float32)
         if c.DENSE:
             inside = (rows < n.T) & (keys // c.DENSE < n.S // c.DENSE)  # so loads are known to be DENSE keys wide
-            bias = _dense(x.bias, x.bias_b, x.bias_h, x.bias_t, x.bias_s, b, h, rows, keys)
+            bias = _dense(x.bias, x.bias_b, x.bias_h, x.bias_t, x.bias_s, at, first, first_key, rows, keys)
             s += tl.load(bias, mask=inside & ((n.flags & HAS_BIAS) != 0), other=0.0).to(tl.float32)
-            allowed = _dense(x.allowed, x.allowed_b, x.allowed_h, x.allowed_t, x.allowed_s, b, h, rows, keys)
-            allowed = tl.load(allowed, mask=inside & ((n.flags & HAS_ALLOWED) != 0), other=1)
+            near = _dense(
+                x.allowed, x.allowed_b, x.allowed_h, x.allowed_t, x.allowed_s, at, first, first_key, rows, keys
+            )
+            allowed = tl.load(near, mask=inside & ((n.flags & HAS_ALLOWED) != 0), other=1)
             s = tl.where(allowed != 0, s, float("-inf"))
     return s, derivative
 
 
 @triton.jit
-def _dense(x, stride_b, stride_h, stride_t, stride_s, b, h, rows, keys):
-    """Addresses in a [B, H, T, S] tensor, in 64 bits: T S passes 2^31 elements at 46k."""
-    base = x + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
-    return base + (rows.to(tl.int64) * stride_t + keys.to(tl.int64) * stride_s)
+def _dense(x, stride_b, stride_h, stride_t, stride_s, at, first, first_key, rows, keys):
+    """Addresses in a [B, H, T, S] tensor: 64 bits to the tile, since T S passes 2^31 at 46k, 32 bits inside it."""
+    base = x + at.b.to(tl.int64) * stride_b + at.h.to(tl.int64) * stride_h
+    base += tl.full([], first, tl.int64) * stride_t + tl.full([], first_key, tl.int64) * stride_s
+    return base + ((rows - first) * stride_t + (keys - first_key) * stride_s)
 
 
 @triton.jit
