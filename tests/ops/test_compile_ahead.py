@@ -3,6 +3,7 @@
 In a process of its own, without TRITON_INTERPRET: interpreted functions cannot be compiled.
 """
 
+import itertools
 import os
 import re
 import subprocess
@@ -19,12 +20,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from flash_train.ops.features import Terms
+from flash_train.ops.features import UNBOUNDED, Terms
 from flash_train.ops.kernels.backward import dkdv_kernel, dq_kernel
 from flash_train.ops.kernels.bias import bias_kernel
 from flash_train.ops.kernels.forward import forward_kernel
 from flash_train.ops.kernels.launch import block_size, compiled_features
-from flash_train.ops.kernels.tables import DIRECTIONS, Launch, lookup
+from flash_train.ops.kernels.tables import DIRECTIONS, Launch, lookup, smaller
 from flash_train.ops.kernels.tiles import Constants
 
 KERNELS = {"forward": forward_kernel, "dkdv": dkdv_kernel, "dq": dq_kernel, "bias": bias_kernel}
@@ -46,10 +47,11 @@ STACK = {
     ("sm_80", "forward", 64): 16,
     ("sm_80", "dq", 64): 16,
 }
-SHARED_BYTES = {"sm_80": 163, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99, "gfx942": 64}  # KiB
+SHARED_KIB = {"sm_80": 163, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99, "gfx942": 64}
 CAUSAL = Terms(1.0, right=0)
 TENSOR = torch.empty(1, 1, 1, 1)
 EVERYTHING = Terms(1.0, bias=TENSOR, seed=TENSOR, bounds=TENSOR, soft_cap=1.0)
+MASKS = [Terms(1.0), CAUSAL, Terms(1.0, left=5), Terms(1.0, bounds=TENSOR)]
 
 
 def compiled(kernel_name: str, size: int, launch: Launch, target: GPUTarget, dtype: str, descriptor: bool,
@@ -96,3 +98,56 @@ def stack_bytes(kernel) -> int:
     found = re.search(r"STACK:(\d+)", report)
     assert found, report
     return int(found[1])
+
+
+@pytest.mark.parametrize("size", [64, 128, 256])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_half_precision_compiles_and_fits(name, direction, size):
+    row, target, descriptor = ARCHITECTURES[name]
+    kernel = compiled(direction, size, lookup(row, direction, 2, size), target, "bf16", descriptor)
+    assert kernel.metadata.shared <= SHARED_KIB[name] * 1024
+    if name in ("sm_80", "sm_90") and triton.__version__ == "3.7.1":
+        assert stack_bytes(kernel) <= STACK.get((name, direction, size), 0)
+    if descriptor:
+        assert "cp.async.bulk.tensor" in kernel.asm["ptx"], "the tiles do not travel by the copy engine"
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("name", ["sm_80", "sm_90"])
+def test_fp32_compiles_and_multiplies_without_tf32(name, direction):
+    row, target, _ = ARCHITECTURES[name]
+    kernel = compiled(direction, 64, lookup(row, direction, 4, 64), target, "fp32", False)
+    assert kernel.metadata.shared <= SHARED_KIB[name] * 1024
+    assert "tf32" not in kernel.asm["ptx"]
+
+
+@pytest.mark.parametrize("kernel_name", KERNELS)
+@pytest.mark.parametrize("name", ["sm_80", "sm_90", "sm_120", "gfx942"])  # the compiler's four ways
+def test_every_feature_at_once_compiles_and_fits_if_need_be_in_a_smaller_tile(name, kernel_name):
+    row, target, descriptor = ARCHITECTURES[name]
+    launch = lookup(row, "dq" if kernel_name == "bias" else kernel_name, 2, 128)
+    for _ in range(4):
+        kernel = compiled(kernel_name, 128, launch, target, "bf16", descriptor and kernel_name != "bias", EVERYTHING)
+        if kernel.metadata.shared <= SHARED_KIB[name] * 1024:
+            return
+        launch = smaller(launch)
+    pytest.fail(f"{kernel.metadata.shared} bytes of shared memory")
+
+
+@pytest.mark.parametrize("terms", MASKS, ids=lambda terms: compiled_features(terms, 64)[0])
+def test_every_kind_of_mask_compiles(terms):
+    for direction in DIRECTIONS:
+        compiled(direction, 64, lookup("sm_90", direction, 2, 64), ARCHITECTURES["sm_90"][1], "bf16", True, terms)
+
+
+def test_at_most_64_variants_stand_behind_all_features():
+    choices = dict(
+        bias=(None, TENSOR), allowed=(None, TENSOR), alibi_slopes=(None, TENSOR), sinks=(None, TENSOR),
+        seed=(None, TENSOR), bounds=(None, TENSOR), left=(UNBOUNDED, 5), right=(UNBOUNDED, 0, 5),
+        top_left=(False, True), soft_cap=(0.0, 5.0), deterministic=(False, True),
+    )  # fmt: skip
+    all_terms = (Terms(1.0, **dict(zip(choices, x, strict=True))) for x in itertools.product(*choices.values()))
+    variants = {(compiled_features(terms, S), descriptor) for terms in all_terms for S in (64, 65)
+                for descriptor in (False, True)}  # fmt: skip
+    assert len(variants) == 56
