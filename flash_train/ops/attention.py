@@ -5,9 +5,9 @@ import math
 import torch
 from torch import Tensor
 
-from flash_train.ops import library
 from flash_train.ops.checks import check_device, check_flag, check_number, check_tensor
 from flash_train.ops.choice import IMPLEMENTATIONS, Choice, choose_implementation
+from flash_train.ops.derivatives import attend
 from flash_train.ops.documents import Documents
 from flash_train.ops.features import NO_MASK, NO_SCORE, Mask, Score, Terms, flatten
 from flash_train.ops.reference import default_scale, naive_attention, safe_attention
@@ -84,7 +84,7 @@ def flash_attention(
         return naive_attention(q, k, v, terms, reverse_keys=implementation == "naive_reversed")
     if implementation.startswith("sdpa"):
         return sdpa_attention(q, k, v, terms)
-    return library.attend(q, k, v, terms)[0]
+    return attend(q, k, v, terms)[0]
 
 
 def flash_attention_with_lse(
@@ -124,7 +124,7 @@ def flash_attention_with_lse(
         raise ValueError(
             f"implementation={implementation!r} returns no log-sum-exp; use 'flash', 'triton', 'tiled' or 'naive'"
         )
-    return library.attend(q, k, v, terms)
+    return attend(q, k, v, terms)
 
 
 def flash_attention_packed(

@@ -1,22 +1,18 @@
-"""The operators as torch sees them: schema, kernels, fake tensors, autograd, vmap, FLOP formulas.
+"""The operators as torch sees them: schema, kernels, fake tensors, FLOP formulas; `derivatives.py` adds the rest.
 
 Three operators: `flash_train::attention`, its derivative `attention_backward`, and the derivative of that. The kernels
 of the first two choose between the Triton launchers and the tiled path when they run, so that a step down can be
 logged under `torch.compile` as well; the third is tiled. Whatever they take beside q, k and v is `features.Terms`,
 flat, at the end.
-
-The autograd formula is an `autograd.Function` under the dispatcher's Autograd key: 20 microseconds of host time a call
-with an empty kernel, where `torch.library.custom_op` with `register_autograd` takes 37 (torch 2.13, one CPU core).
 """
 
 import logging
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from flash_train.ops.choice import choose_implementation
@@ -41,20 +37,6 @@ for _schema in (
 attention = torch.ops.flash_train.attention.default
 attention_backward = torch.ops.flash_train.attention_backward.default
 attention_double_backward = torch.ops.flash_train.attention_double_backward.default
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> Any:
-    """(output, log-sum-exp)."""
-    return _call(attention, _Attention, _TransformableAttention, q, k, v, *terms)
-
-
-def _call(operator: Callable[..., Any], function: Any, transformable: Any, *args: Any) -> Any:
-    """The operator by the shortest way: in eager mode its Function, without asking torch's dispatcher for it."""
-    if torch.compiler.is_compiling():
-        return operator(*args)
-    if torch._C._are_functorch_transforms_active():
-        return transformable.apply(*args)
-    return _autograd(operator, function, *args)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -142,7 +124,7 @@ def _fake_double_backward(*args: Any) -> tuple[Tensor, ...]:
     return _fake_of(q, grad_output, grad_lse, q, k, v, terms.bias, terms.sinks)
 
 
-def _below_autograd(operator: Callable[..., Any], *args: Any) -> Any:
+def below_autograd(operator: Callable[..., Any], *args: Any) -> Any:
     if _nobody_watches(args):
         return _KERNELS[operator](*args)
     with torch._C._AutoDispatchBelowAutograd():
@@ -179,158 +161,10 @@ _KERNELS: dict[Any, Callable[..., Any]] = {
 }
 
 
-_TENSORS = slice(Terms._fields.index("bias"), Terms._fields.index("left"))
-"""Where `Terms` has its tensors."""
-_BIAS, _SINKS = Terms._fields.index("bias"), Terms._fields.index("sinks")
-
-
-def _save(ctx: Any, tensors: tuple[Tensor | None, ...], terms: Terms) -> None:
-    ctx.save_for_backward(*tensors, *terms[_TENSORS])
-    ctx.options = terms[: _TENSORS.start], terms[_TENSORS.stop :]
-    ctx.set_materialize_grads(False)  # an unused log-sum-exp costs no gradient of zeros
-
-
-def _saved(ctx: Any) -> tuple[tuple[Any, ...], Terms]:
-    """(tensors, terms) as they were saved."""
-    saved = ctx.saved_tensors  # once: activation checkpointing gives each of them out a single time
-    count = len(saved) - (_TENSORS.stop - _TENSORS.start)
-    before, after = ctx.options
-    return saved[:count], Terms(*before, *saved[count:], *after)
-
-
-def _gradients_of_terms(dbias: Tensor, dsinks: Tensor) -> tuple[Tensor | None, ...]:
-    """For each of the terms; an empty tensor stands for none, and bias and sinks have more than one dimension."""
-    gradients: list[Tensor | None] = [None] * len(Terms._fields)
-    gradients[_BIAS] = dbias if dbias.dim() > 1 else None
-    gradients[_SINKS] = dsinks if dsinks.dim() > 1 else None
-    return tuple(gradients)
-
-
-def _save_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, *terms = inputs
-    _save(ctx, (q, k, v, *output), Terms(*terms))
-
-
-def _save_backward(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
-    grad_output, grad_lse, q, k, v, _, _, _, *terms = inputs
-    _save(ctx, (grad_output, grad_lse, q, k, v), Terms(*terms))
-
-
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Any:
-        output = _below_autograd(attention, *inputs)
-        _save_attention(ctx, inputs, output)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        if gradients[0] is None and gradients[1] is None:
-            return (None,) * len(ctx.needs_input_grad)
-        tensors, terms = _saved(ctx)
-        args = (*gradients, *tensors, ctx.needs_input_grad[3 + _BIAS], *terms)
-        dq, dk, dv, dbias, dsinks = _call(attention_backward, _Backward, _TransformableBackward, *args)
-        return dq, dk, dv, *_gradients_of_terms(dbias, dsinks)
-
-
-class _Backward(torch.autograd.Function):
-    """`attention_backward`, which can be differentiated in its turn."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Any:
-        output = _below_autograd(attention_backward, *inputs)
-        _save_backward(ctx, inputs, output)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
-        tensors, terms = _saved(ctx)
-        weights = [None if w is None or w.numel() == 0 else w for w in cotangents]
-        operator, function = attention_double_backward, _DoubleBackward
-        do, dl, dq, dk, dv, dbias, dsinks = _call(
-            operator, function, _TransformableDoubleBackward, *weights, *tensors, *terms
-        )
-        gradients = [x if y is not None else None for x, y in zip((do, dl), tensors[:2], strict=True)]
-        # output and log-sum-exp are functions of q, k and v, whose gradients hold their share
-        return *gradients, dq, dk, dv, None, None, None, *_gradients_of_terms(dbias, dsinks)
-
-
-class _DoubleBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Any:
-        return _below_autograd(attention_double_backward, *inputs)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise RuntimeError("flash_attention has no third derivative; use implementation='naive' or 'sdpa_math' for it")
-
-
-# The forms that `torch.func` asks for, 10 microseconds slower a call, so used under its transforms alone.
-class _TransformableAttention(_Attention):
-    generate_vmap_rule = True
-    forward = staticmethod(partial(_below_autograd, attention))  # pyright: ignore[reportAssignmentType]
-    setup_context = staticmethod(_save_attention)
-
-
-class _TransformableBackward(_Backward):
-    generate_vmap_rule = True
-    forward = staticmethod(partial(_below_autograd, attention_backward))  # pyright: ignore[reportAssignmentType]
-    setup_context = staticmethod(_save_backward)
-
-
-class _TransformableDoubleBackward(_DoubleBackward):
-    generate_vmap_rule = True
-    forward = staticmethod(partial(_below_autograd, attention_double_backward))  # pyright: ignore[reportAssignmentType]
-    setup_context = staticmethod(lambda ctx, inputs, output: None)
-
-
-def _autograd(operator: Callable[..., Any], function: Any, *args: Any) -> Any:
-    """The operator, recorded where a derivative of it may be asked for."""
-    recorded = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args)
-    if recorded or forward_ad._current_level >= 0:  # which has no formula here: the Function says so
-        return function.apply(*args)
-    return _below_autograd(operator, *args)
-
-
-def _vmap(operator: Callable[..., Any], q_at: int, info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
-    """The vmapped dimension, N long, becomes part of the batch: [N, B, ...] is computed as [N * B, ...]."""
-    N = info.batch_size
-    q, q_dim = args[q_at], in_dims[q_at]
-    B = q.shape[0] if q_dim is None else q.movedim(q_dim, 0).shape[1]
-    first_term = len(args) - len(Terms._fields)
-    names = (*("" for _ in range(first_term)), *Terms._fields)
-    alone = {}  # results that a batch of one shares
-
-    def fold(name: str, x: Any, dimension: int | None) -> Any:
-        if not isinstance(x, Tensor) or (name == "bounds" and dimension is None):
-            return x
-        x = x.expand(N, *x.shape) if dimension is None else x.movedim(dimension, 0)
-        if name == "bounds":
-            return x.flatten(0, 1)
-        if name in ("query_document", "key_document") and in_dims[names.index("bounds")] is not None:
-            count = args[names.index("bounds")].movedim(in_dims[names.index("bounds")], 0).shape[1]
-            x = x + (torch.arange(N, device=x.device, dtype=x.dtype) * count)[:, None, None]
-        if x.shape[1] != B:  # a bias of one for the whole batch
-            alone[name] = True
-            x = x.expand(N, B, *x.shape[2:])
-        return x.flatten(0, 1)
-
-    outputs = operator(*(fold(*each) for each in zip(names, args, in_dims, strict=True)))
-    bias_at = {2: 3, 7: 5}.get(q_at)  # where a gradient of the bias stands among the results
-    results = [x if x.dim() == 1 else x.unflatten(0, (N, -1)) for x in outputs]
-    if bias_at is not None and "bias" in alone:
-        results[bias_at] = results[bias_at].sum(1, keepdim=True) if outputs[bias_at].dim() > 1 else results[bias_at]
-    return tuple(results), tuple(None if x.dim() == 1 else 0 for x in outputs)
-
-
-for _operator, _function, _q_at in (
-    (attention, _Attention, 0),
-    (attention_backward, _Backward, 2),
-    (attention_double_backward, _DoubleBackward, 7),
-):
-    _name = _operator._schema.name.removeprefix("flash_train::")
-    _library.impl(_name, partial(_autograd, _operator, _function), "Autograd")
-    torch.library.register_vmap(_operator, partial(_vmap, _operator, _q_at), lib=_library)
+def register(operator: Any, *, autograd: Callable[..., Any], vmap: Callable[..., Any]) -> None:
+    """Give an operator its kernel under the Autograd key and its batching rule."""
+    _library.impl(operator._schema.name.removeprefix("flash_train::"), autograd, "Autograd")
+    torch.library.register_vmap(operator, vmap, lib=_library)
 
 
 @register_flop_formula(torch.ops.flash_train.attention)

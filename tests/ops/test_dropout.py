@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from flash_train.ops import library
 from flash_train.ops.attention import Mask, flash_attention, flash_attention_packed, flash_attention_with_lse
+from flash_train.ops.derivatives import attend
 from flash_train.ops.dropout import keep_mask
 from flash_train.ops.features import NO_SCORE, SEED_STEP, Terms, flatten
 from flash_train.ops.tiled import tiled_attention
@@ -125,8 +125,8 @@ def test_every_implementation_drops_the_same_elements(name, device):
 def test_a_gpu_drops_what_a_cpu_drops():
     terms = seeded([7, -8], 3, 517, 256, 0.3)
     assert terms.seed is not None
-    expected, _ = library.attend(*blank(2, 3, 517, 256), terms)
-    output, _ = library.attend(*blank(2, 3, 517, 256, "cuda"), terms._replace(seed=terms.seed.cuda()))
+    expected, _ = attend(*blank(2, 3, 517, 256), terms)
+    output, _ = attend(*blank(2, 3, 517, 256, "cuda"), terms._replace(seed=terms.seed.cuda()))
     assert torch.equal(output.cpu() > 0, expected > 0)
 
 
