@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flash_train.ops.features import Terms
 from flash_train.ops.kernels.bias import bias_gradient
-from flash_train.ops.kernels.launch import Call, block_size, describe, empty, near_rows, run
+from flash_train.ops.kernels.launch import Call, block_size, blocks, describe, empty, near_rows, run
 from flash_train.ops.kernels.scores import drop, key_keys, log2_unit, modify, place_of, queries_of, query_keys
 from flash_train.ops.kernels.tables import Launch
 from flash_train.ops.kernels.tiles import (
@@ -261,7 +261,7 @@ def attention_backward(
     q, k, v, do = near_rows(q), near_rows(k), near_rows(v), near_rows(grad_output.to(q.dtype))
     delta = _delta(do, output, grad_lse, lse)  # of the dO that dP is made of: dP - delta cancels
     dq, dk, dv = (empty(x, *x.shape) for x in (q, k, v))
-    call = Call(q, k, v, terms, lse)
+    call = Call(q, v, terms, lse)
     B, H, T, _ = q.shape
     G, S = k.shape[1:3]
 
@@ -269,7 +269,7 @@ def attention_backward(
         (t, s), (d, e) = (launch.block_t, launch.block_s), call.widths
         inputs, descriptor = describe([q, k, v, do], [(t, d), (s, d), (s, e), (t, e)])
         run(
-            kernel, (triton.cdiv(T, t) if kernel is dq_kernel else triton.cdiv(S, s)) * heads, launch,
+            kernel, (blocks(T, t) if kernel is dq_kernel else blocks(S, s)) * heads, launch,
             *inputs, lse, delta, *outputs, q.stride(), k.stride(), v.stride(), do.stride(),
             *(x.stride() for x in outputs), *call.extras, heads, *call.numbers,
             *call.constants(launch, descriptor=descriptor),
@@ -287,7 +287,7 @@ def _delta(grad_output: Tensor, output: Tensor, grad_lse: Tensor | None, lse: Te
     delta = empty(lse, B, H, T)
     dl = lse if grad_lse is None else grad_lse
     run(
-        delta_kernel, triton.cdiv(T, DELTA.block_t) * B * H, DELTA,
+        delta_kernel, blocks(T, DELTA.block_t) * B * H, DELTA,
         grad_output, output, dl, delta, grad_output.stride(), output.stride(), *dl.stride(), H, T,
         E, DELTA.block_t, block_size(E), grad_lse is not None,
     )  # fmt: skip

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flash_train.ops.kernels.launch import Call, empty, run
+from flash_train.ops.kernels.launch import Call, blocks, empty, run
 from flash_train.ops.kernels.scores import drop, dropout_base, key_keys, log2_unit, modify, place_of, query_keys
 from flash_train.ops.kernels.tables import Launch
 from flash_train.ops.kernels.tiles import (
@@ -136,8 +136,8 @@ def bias_gradient(
     partials: list[Tensor] = []
 
     def start(launch: Launch) -> None:
-        tiles = batches * heads * (1 if height < T else triton.cdiv(T, launch.block_t))
-        tiles *= 1 if width < S else triton.cdiv(S, launch.block_s)
+        tiles = batches * heads * (1 if height < T else blocks(T, launch.block_t))
+        tiles *= 1 if width < S else blocks(S, launch.block_s)
         parts = max(1, min(pairs, PROGRAMS // tiles))
         partials[:] = [empty(lse, parts, *bias.shape)]
         run(

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flash_train.ops.features import Terms
-from flash_train.ops.kernels.launch import Call, describe, empty, near_rows, run
+from flash_train.ops.kernels.launch import Call, blocks, describe, empty, near_rows, run
 from flash_train.ops.kernels.scores import drop, key_keys, log2_unit, modify, place_of, queries_of, sink_of
 from flash_train.ops.kernels.tables import Launch
 from flash_train.ops.kernels.tiles import (
@@ -130,14 +130,14 @@ def attention_forward(
     B, H, T, _ = q.shape
     output = empty(q, B, T, H, v.shape[-1], dtype=terms.output_dtype).transpose(1, 2)
     lse = empty(q, B, H, T, dtype=torch.float32)
-    call = Call(q, k, v, terms, lse)
+    call = Call(q, v, terms, lse)
 
     def start(launch: Launch) -> None:
         t, s = launch.block_t, launch.block_s
         d, e = call.widths
         inputs, descriptor = describe([q, k, v], [(t, d), (s, d), (s, e)])
         run(
-            forward_kernel, triton.cdiv(T, t) * B * H, launch,
+            forward_kernel, blocks(T, t) * B * H, launch,
             *inputs, output, lse, q.stride(), k.stride(), v.stride(), output.stride(), *call.extras, B * H,
             *call.numbers, *call.constants(launch, descriptor=descriptor),
         )  # fmt: skip

@@ -31,6 +31,12 @@ def near_rows(x: Tensor) -> Tensor:
     return x if x.stride(2) + x.stride(3) < 2**23 else x.contiguous()
 
 
+def blocks(length: int, size: int) -> int:
+    """How many blocks of `size` hold `length`; `triton.cdiv` takes 2 microseconds."""
+    return -(-length // size)
+
+
+@functools.cache
 def block_size(size: int) -> int:
     """The tile's width for a head size: the power of two that holds it, 16 at least (`tl.dot`'s smallest)."""
     return max(16, triton.next_power_of_2(size))
@@ -61,34 +67,24 @@ def compiled_features(terms: Terms, S: int) -> tuple[str, bool, bool, int, bool]
 class Call:
     """One call of an operator as the kernels take it: constants, numbers and tensors beside q, k and v."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms, stand_in: Tensor) -> None:
-        T, S = q.shape[2], k.shape[2]
+    def __init__(self, q: Tensor, v: Tensor, terms: Terms, stand_in: Tensor) -> None:
+        B, H, T, D = q.shape
+        G, S, E = v.shape[1:]
         self.q = q
-        self.widths = block_size(q.shape[-1]), block_size(v.shape[-1])
+        self.widths = block_size(D), block_size(E)
         self._features = compiled_features(terms, S)
-        self._sizes = q.shape[-1], v.shape[-1]
-        head_stride = _head_stride(terms, q.shape[1])
-        flags = (
-            (TOP_LEFT, terms.top_left),
-            (HAS_BIAS, terms.bias is not None),
-            (HAS_ALLOWED, terms.allowed is not None),
-            (HAS_SLOPES, terms.alibi_slopes is not None),
-            (HAS_SINKS, terms.sinks is not None),
-        )
+        self._sizes = D, E
+        self._precision = matmul_precision(q.dtype, q.device)
+        head_stride = _head_stride(terms, H)
         self.numbers = (
-            q.shape[1], k.shape[1], T, S, terms.left, terms.right, 0 if terms.top_left else S - T, head_stride,
-            sum(flag.value for flag, holds in flags if holds), terms.scale, terms.soft_cap, 1 / (1 - terms.dropout),
-            threshold(terms.dropout),
+            H, G, T, S, terms.left, terms.right, 0 if terms.top_left else S - T, head_stride,
+            _flags(terms), terms.scale, terms.soft_cap, 1 / (1 - terms.dropout), threshold(terms.dropout),
         )  # fmt: skip
         """`tiles.Numbers` from H on."""
-        self.extras = _extras(terms, (*q.shape[:3], S), stand_in, head_stride)
+        self.extras = _extras(terms, (B, H, T, S), stand_in, head_stride)
 
     def constants(self, launch: Launch, *, descriptor: bool) -> Constants:
-        precision = matmul_precision(self.q.dtype, self.q.device)
-        return Constants(
-            *self._sizes, launch.block_t, launch.block_s, *self.widths, *self._features, descriptor, precision,
-            interpreting(),
-        )  # fmt: skip
+        return _constants(self._sizes, self.widths, launch, self._features, descriptor, self._precision)
 
     def start(self, direction: str, start: Callable[[Launch], None], override: Launch | None) -> None:
         """Start a kernel by the launch table's row, or by the next smaller one that the GPU's shared memory holds."""
@@ -97,7 +93,10 @@ class Call:
         key = direction, self.q.device, self.q.dtype, self._sizes, self._features
         launch = _FITTING.get(key)
         if launch is None:
-            launch = lookup(architecture(self.q.device), direction, self.q.element_size(), max(self.widths))
+            dense = self._features[3] > 0
+            launch = lookup(
+                architecture(self.q.device), direction, self.q.element_size(), max(self.widths), dense=dense
+            )
         while True:
             try:
                 start(launch)
@@ -111,6 +110,19 @@ class Call:
         _FITTING[key] = launch
 
 
+@functools.cache
+def _constants(
+    sizes: tuple[int, int],
+    widths: tuple[int, int],
+    launch: Launch,
+    features: tuple[str, bool, bool, int, bool],
+    descriptor: bool,
+    precision: str,
+) -> Constants:
+    blocks = launch.block_t, launch.block_s
+    return Constants(*sizes, *blocks, *widths, *features, descriptor, precision, interpreting())
+
+
 _FITTING: dict[tuple[Any, ...], Launch] = {}
 """What `Call.start` found to fit."""
 
@@ -119,6 +131,8 @@ def _extras(terms: Terms, whole: tuple[int, ...], stand_in: Tensor, head_stride:
     """The kernels' arguments from `bias` on; for a tensor that the call lacks, `stand_in` in the type it would have."""
     bias, allowed = terms.bias, terms.allowed
     nowhere = (0, 0, 0, 0)
+    if _flags(terms) <= TOP_LEFT.value and terms.seed is None and terms.bounds is None:
+        return stand_in, nowhere, stand_in, nowhere, *(stand_in,) * 6
     octets = stand_in if bias is None and allowed is None else stand_in.view(torch.uint8)
     slopes, sinks = (x if x is None or head_stride == 0 else x.contiguous() for x in (terms.alibi_slopes, terms.sinks))
     rest = slopes, sinks, *(x if x is None else x.contiguous() for x in terms[_SEED_TO_DOCUMENTS])
@@ -132,10 +146,23 @@ def _extras(terms: Terms, whole: tuple[int, ...], stand_in: Tensor, head_stride:
 _SEED_TO_DOCUMENTS = slice(Terms._fields.index("seed"), Terms._fields.index("key_document") + 1)
 
 
+def _flags(terms: Terms) -> int:
+    """`tiles.Numbers.flags`."""
+    flags = TOP_LEFT.value if terms.top_left else 0
+    for flag, tensor in (
+        (HAS_BIAS, terms.bias), (HAS_ALLOWED, terms.allowed), (HAS_SLOPES, terms.alibi_slopes), (HAS_SINKS, terms.sinks)
+    ):  # fmt: skip
+        if tensor is not None:
+            flags |= flag.value
+    return flags
+
+
 def _head_stride(terms: Terms, H: int) -> int:
     """0 if one row of slopes and sinks [B, H] is the whole batch's, as it is but under vmap."""
-    own_rows = any(x is not None and x.stride() != (0, 1) for x in (terms.alibi_slopes, terms.sinks))
-    return H if own_rows else 0
+    for x in (terms.alibi_slopes, terms.sinks):
+        if x is not None and x.stride() != (0, 1):
+            return H
+    return 0
 
 
 @functools.cache
@@ -195,7 +222,7 @@ def _aligned(x: Tensor) -> bool:
 def run(kernel: Any, programs: int, launch: Launch, *args: Any) -> None:
     """Start `programs` programs on the device of the first tensor among the arguments, not on the current one."""
     device = next(x.device for x in args if isinstance(x, Tensor))
-    guard = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-    with guard:
+    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
+    with torch.cuda.device(device) if elsewhere else contextlib.nullcontext():
         # the default of enable_fp_fusion becomes off in Triton 3.10
         kernel[(programs,)](*args, num_warps=launch.warps, num_stages=launch.stages, enable_fp_fusion=True)

@@ -3,6 +3,8 @@
 Where they come from:
 - sm_90, 2 bytes: chosen by time on one NVIDIA H200 (torch 2.11.0+cu130, triton 3.6.0, 2026-11-29), causal, bf16, from
   4 to 6 candidates a row at B2 H32 T8192 D64, B2 H16 T8192 D128 and B2 H8 T8192 D256 (`triton.testing.do_bench`).
+- its rows for a bias or boolean mask ("dense"), D 64 and 128: the same way on 2026-11-30, from 5 or 6 candidates a row,
+  with a bf16 bias [1, H, T, T]; their tiles take shared memory from the stages.
 - all others: by registers, spills and shared memory of the compiled kernel alone (triton 3.7.1); never timed.
 """
 
@@ -31,6 +33,9 @@ _SM_90 = {
     "forward": {64: Launch(64, 64, 4, 3), 128: Launch(64, 64, 4, 3), 256: Launch(128, 64, 8, 2)},
     "dkdv": {64: Launch(64, 64, 4, 2), 128: Launch(64, 64, 4, 2), 256: Launch(64, 64, 8, 1)},
     "dq": {64: Launch(128, 64, 4, 3), 128: Launch(64, 64, 4, 2), 256: Launch(128, 64, 8, 1)},
+    "forward_dense": {64: Launch(64, 32, 4, 3), 128: Launch(64, 64, 4, 2), 256: Launch(128, 64, 8, 1)},
+    "dkdv_dense": {64: Launch(64, 64, 4, 1), 128: Launch(64, 64, 4, 1), 256: Launch(64, 64, 8, 1)},
+    "dq_dense": {64: Launch(64, 32, 4, 2), 128: Launch(64, 64, 4, 2), 256: Launch(128, 64, 8, 1)},
 }
 _SM_80 = {
     "forward": {64: Launch(128, 32, 4, 3), 128: Launch(128, 64, 8, 2), 256: Launch(64, 32, 8, 2)},
@@ -56,9 +61,10 @@ TABLE: dict[tuple[str, int], dict[str, dict[int, Launch]]] = {
 }
 
 
-def lookup(architecture: str, direction: str, itemsize: int, width: int) -> Launch:
-    """The row for tiles of `width` columns (the head size, padded to a power of two)."""
-    rows = TABLE[architecture, itemsize][direction]
+def lookup(architecture: str, direction: str, itemsize: int, width: int, *, dense: bool = False) -> Launch:
+    """The row for tiles of `width` columns (the head size, padded to a power of two); `dense`: with a bias or mask."""
+    table = TABLE[architecture, itemsize]
+    rows = table.get(f"{direction}_dense", table[direction]) if dense else table[direction]
     return rows[min(size for size in rows if size >= width)]
 
 
