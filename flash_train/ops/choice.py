@@ -62,17 +62,25 @@ def _triton_obstacle(q: Tensor, v: Tensor, *, asked_by_name: bool) -> str | None
     """Why the Triton kernels do not take these tensors, or None if they do."""
     if q.device.type != "cuda" and not (q.device.type == "cpu" and asked_by_name and interpreting()):
         return f"the Triton kernels run on a GPU, and these tensors are on {q.device.type}"
-    if not triton_installed():
-        return "Triton is not installed"
-    capability = _nvidia_capability(q.device)
-    if capability < OLDEST_CAPABILITY:
-        needed, found = (".".join(map(str, x)) for x in (OLDEST_CAPABILITY, capability))
-        return f"Triton needs a GPU of compute capability {needed} or later, and this one has {found}"
+    obstacle = triton_obstacle(q.device)
+    if obstacle is not None:
+        return obstacle
     if q.dtype not in TRITON_DTYPES:
         return f"the Triton kernels take fp16, bf16 and fp32, not {q.dtype}"
     for size in (q.shape[-1], v.shape[-1]):
         if size not in TRITON_HEAD_SIZES:
             return f"the Triton kernels take head sizes {TRITON_HEAD_SIZES[0]} to {TRITON_HEAD_SIZES[-1]}, not {size}"
+    return None
+
+
+def triton_obstacle(device: torch.device) -> str | None:
+    """Why Triton does not run on a GPU here, or None if it does."""
+    if not triton_installed():
+        return "Triton is not installed"
+    capability = _nvidia_capability(device)
+    if capability < OLDEST_CAPABILITY:
+        needed, found = (".".join(map(str, x)) for x in (OLDEST_CAPABILITY, capability))
+        return f"Triton needs a GPU of compute capability {needed} or later, and this one has {found}"
     return None
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from flash_train.ops.checks import check_tensor
+from flash_train.ops.choice import triton_obstacle
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -77,19 +78,39 @@ class Documents:
                 f"{list(cu_seqlens_q.shape)} on {cu_seqlens_q.device} and {list(cu_seqlens_k.shape)} on "
                 f"{cu_seqlens_k.device}; a document without keys (or queries) still has its entry"
             )
-        N = cu_seqlens_q.shape[0] - 1
-        q, k = cu_seqlens_q.clamp(0, total_q), cu_seqlens_k.clamp(0, total_k)
-        bounds = torch.stack([q[:-1], q[1:], k[:-1], k[1:]], dim=1)
-        # document N: the queries behind the last one, which see nothing; document N + 1: the keys, which nobody sees
-        zero = torch.zeros_like(q[:1])
-        queries_left = torch.stack([q[-1:], zero + total_q, zero, zero], dim=1)
-        keys_left = torch.stack([zero, zero, k[-1:], zero + total_k], dim=1)
-        number_q = torch.searchsorted(q, torch.arange(total_q, device=q.device, dtype=q.dtype), right=True) - 1
-        number_k = torch.searchsorted(k, torch.arange(total_k, device=k.device, dtype=k.dtype), right=True) - 1
-        number_k = torch.where(number_k == N, N + 1, number_k)
-        return cls(
-            torch.cat([bounds, queries_left, keys_left]).int(), number_q.int().unsqueeze(0), number_k.int().unsqueeze(0)
-        )
+        if _on_a_gpu_at_once(cu_seqlens_q):
+            from flash_train.ops.kernels.documents import packed_documents
+
+            return cls(*packed_documents(cu_seqlens_q, cu_seqlens_k, total_q, total_k))
+        return cls(*_packed(cu_seqlens_q, cu_seqlens_k, total_q, total_k))
+
+
+def _packed(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, total_q: int, total_k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(bounds, query_document, key_document) by torch's operators: on a CPU, compiled, under a transform."""
+    N = cu_seqlens_q.shape[0] - 1
+    q, k = cu_seqlens_q.clamp(0, total_q), cu_seqlens_k.clamp(0, total_k)
+    bounds = torch.stack([q[:-1], q[1:], k[:-1], k[1:]], dim=1)
+    # document N: the queries behind the last one, which see nothing; document N + 1: the keys, which nobody sees
+    zero = torch.zeros_like(q[:1])
+    queries_left = torch.stack([q[-1:], zero + total_q, zero, zero], dim=1)
+    keys_left = torch.stack([zero, zero, k[-1:], zero + total_k], dim=1)
+    number_q = torch.searchsorted(q, torch.arange(total_q, device=q.device, dtype=q.dtype), right=True) - 1
+    number_k = torch.searchsorted(k, torch.arange(total_k, device=k.device, dtype=k.dtype), right=True) - 1
+    number_k = torch.where(number_k == N, N + 1, number_k)
+    bounds = torch.cat([bounds, queries_left, keys_left]).int()
+    return bounds, number_q.int().unsqueeze(0), number_k.int().unsqueeze(0)
+
+
+def _on_a_gpu_at_once(x: Tensor) -> bool:
+    """Whether a kernel may be started for it: it is there, and nobody traces, transforms or watches."""
+    return (
+        x.device.type == "cuda"
+        and type(x) is Tensor
+        and not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and triton_obstacle(x.device) is None
+    )
 
 
 def _can_be_read(x: Tensor) -> bool:

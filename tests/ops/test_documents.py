@@ -4,7 +4,9 @@ import math
 
 import pytest
 import torch
+import triton
 
+from flash_train.ops import documents
 from flash_train.ops.attention import (
     Documents,
     Mask,
@@ -12,6 +14,7 @@ from flash_train.ops.attention import (
     flash_attention_packed,
     flash_attention_with_lse,
 )
+from flash_train.ops.kernels.documents import packed_documents
 from tests.ops.tensors import KERNELS, finite, outputs_and_gradients, packed, qkv
 
 QUERIES, KEYS = (5, 0, 7, 1, 3), (8, 4, 0, 1, 11)
@@ -228,3 +231,22 @@ def test_offsets_on_a_gpu_that_lie_outside_the_tensors_are_cut_to_them():
     far = torch.tensor([0, 0, 10**6], device="cuda")
     output, _ = flash_attention_packed(*leaves, *(x + far for x in cu_seqlens))
     assert torch.equal(output, expected)
+
+
+@pytest.mark.skipif(triton.__version__.startswith("3.6."), reason="its interpreter reads loop bounds as NumPy refuses")
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(
+    ("cu_seqlens_q", "cu_seqlens_k", "T", "S"),
+    [
+        ([0, 3, 3, 10], [0, 0, 4, 6], 12, 6),
+        ([0], [0], 3, 2),
+        ([0, 0, 0], [0, 5, 300], 1, 300),
+        ([0, 600], [0, 290], 600, 299),
+        (list(range(301)), list(range(0, 602, 2)), 300, 600),
+        ([0, 5, 99], [0, 99, 99], 7, 4),
+    ],
+)
+def test_one_kernel_makes_the_tables_of_a_pack(cu_seqlens_q, cu_seqlens_k, T, S, dtype):
+    offsets = torch.tensor(cu_seqlens_q, dtype=dtype), torch.tensor(cu_seqlens_k, dtype=dtype)
+    for ours, expected in zip(packed_documents(*offsets, T, S), documents._packed(*offsets, T, S), strict=True):
+        assert torch.equal(ours, expected) and ours.dtype == expected.dtype
