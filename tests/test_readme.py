@@ -49,9 +49,15 @@ def test_commands_run(command, tmp_path):
     run([str(program), *arguments, *shorter], tmp_path)
 
 
-def test_the_example_runs(tmp_path):
-    (example,) = blocks("python")
+def test_the_first_example_prints_memory_and_speed(tmp_path):
+    example = blocks("python")[0]
     assert 20 <= len(example.splitlines()) <= 45
     (tmp_path / "example.py").write_text(example)
     peak, speed = run([sys.executable, "example.py"], tmp_path).split()[-2:]
     assert int(peak) > 0 and float(speed) > 0
+
+
+@pytest.mark.parametrize("number", range(1, len(blocks("python"))))
+def test_every_other_example_runs(number, tmp_path):
+    (tmp_path / "example.py").write_text(blocks("python")[number])
+    run([sys.executable, "example.py"], tmp_path)
