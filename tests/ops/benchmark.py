@@ -42,7 +42,9 @@ def inputs(B: int, H: int, T: int, D: int) -> tuple[list[Tensor], Tensor]:
 
 
 def milliseconds(call: Callable[[], object]) -> float:
-    return do_bench(call, warmup=5, rep=25, return_mode="median")
+    median_time = do_bench(call, warmup=5, rep=25, return_mode="median")
+    assert isinstance(median_time, float)
+    return median_time
 
 
 def backward(output: Tensor, leaves: list[Tensor], do: Tensor) -> Callable[[], object]:

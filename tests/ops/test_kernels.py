@@ -5,8 +5,10 @@ import math
 import pytest
 import torch
 import triton
+from triton.runtime.errors import OutOfResources
 
 from flash_train.ops.attention import choose_implementation, flash_attention, flash_attention_with_lse
+from flash_train.ops.features import Terms
 from flash_train.ops.kernels import launch
 from tests.ops import sweep
 from tests.ops.errors import Case, check, inputs, results
@@ -110,3 +112,28 @@ def test_what_the_kernels_do_not_take_is_refused_by_name_and_stepped_down_otherw
     with pytest.raises(ValueError, match=message):
         choose_implementation("triton", x, x, x)
     assert choose_implementation("flash", x, x, x).name == "tiled"
+
+
+def test_a_tile_that_the_gpu_cannot_hold_makes_room_for_a_smaller_one_said_once(monkeypatch, caplog):
+    monkeypatch.setattr(launch, "_FITTING", {})
+    monkeypatch.setattr(launch, "architecture", lambda device: "sm_90")
+    q = torch.randn(1, 2, 3, 64, dtype=torch.bfloat16)
+    call = launch.Call(q, q, Terms(1.0), q)
+    tried = []
+
+    def start(row):
+        tried.append(row)
+        if row.stages > 1 or row.block_s > 32:
+            raise OutOfResources(2**18, 2**17, "shared memory")
+
+    call.start("forward", start, None)
+    assert [(row.block_s, row.stages) for row in tried] == [(64, 3), (64, 2), (64, 1), (32, 1)]
+    assert len(caplog.records) == 3 and "the forward kernel takes" in caplog.text and "shared memory" in caplog.text
+    call.start("forward", start, None)
+    assert tried[4:] == tried[3:4] and len(caplog.records) == 3
+
+    def never(row):
+        raise OutOfResources(2**18, 2**17, "shared memory")
+
+    with pytest.raises(OutOfResources):
+        call.start("dq", never, None)
