@@ -24,7 +24,7 @@ The merge by hand, one row: scores [1, 2] and then [3], values [10, 20] and then
 (25.752, 3.408)
 
 What else belongs to a score (`features.Terms`) enters in one function, `scores`. A sink is one more score, whose value
-is 0: it stands in the state that a row begins with. Dropout spares the sums and strikes the products.
+is 0: here it stands in the state that a row begins with, on the chip it is merged last. Dropout spares the sums and strikes the products.
 
 Sources: Milakov and Gimelshein 2018 (arXiv 1805.02867, section 3) for the online softmax; Dao et al. 2022
 (arXiv 2205.14135, algorithms 1 and 4) and Dao 2023 (arXiv 2307.08691, section 3.1) for the tiles and their backward;

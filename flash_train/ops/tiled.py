@@ -131,6 +131,7 @@ def sinks_gradient(sinks: Tensor | None, lse: Tensor, delta: Tensor) -> Tensor |
     """[B, H]: the sink's probability exp(sink - L) times (0 - delta), as of a key whose value is 0, over the rows."""
     if sinks is None:
         return None
+    lse = lse.masked_fill(lse == -math.inf, math.inf)  # nothing seen, and a sink of minus infinity
     return -(torch.exp(sinks.unsqueeze(-1) - lse) * delta).sum(-1).to(sinks.dtype)
 
 

@@ -62,8 +62,8 @@ def _attend(q_tile, k, v, output, lse, k_strides, v_strides, output_strides, b, 
     at = place_of(b, h, span, n, x, c)
     queries = queries_of(first, at, span, n, c)
     start, full, full_end, end = key_tiles(first, span, n, c)
-    m = tl.zeros([c.BLOCK_T], tl.float32) + sink_of(b, h, n, x)
-    l = tl.where(m == float("-inf"), 0.0, 1.0)
+    m = tl.full([c.BLOCK_T], float("-inf"), tl.float32)
+    l = tl.zeros([c.BLOCK_T], tl.float32)
     acc = tl.zeros([c.BLOCK_T, c.BLOCK_E], tl.float32)
     if c.MASK == "window" or c.MASK == "documents":
         acc, m, l = _fold_keys(acc, m, l, q_tile, queries, k, v, k_strides, v_strides, start, full, at, span, n, x, c,
@@ -73,8 +73,15 @@ def _attend(q_tile, k, v, output, lse, k_strides, v_strides, output_strides, b, 
                                c, False)  # fmt: skip
         acc, m, l = _fold_keys(acc, m, l, q_tile, queries, k, v, k_strides, v_strides, full_end, end, at, span, n, x,
                                c, True)  # fmt: skip
+    # the sink, a key whose value is 0, comes last: without one (minus infinity) nothing changes
+    sink = sink_of(b, h, n, x)
+    m_new = tl.maximum(m, sink)
+    reference = tl.where(m_new == float("-inf"), 0.0, m_new)
+    shrink = tl.exp2(m - reference)
+    l = l * shrink + tl.exp2(sink - reference)
+    m = m_new
     l_safe = tl.where(l == 0.0, 1.0, l)  # a row that saw nothing: output 0, and m is minus infinity
-    acc = acc / l_safe[:, None]
+    acc = acc * shrink[:, None] / l_safe[:, None]
     if c.DROPOUT:
         acc *= n.keep_scale
     store_tile(output, output_strides, b, h, first, span.first_query, span.end_query, acc, c.E, c.BLOCK_T, c.BLOCK_E)
