@@ -24,7 +24,8 @@ The merge by hand, one row: scores [1, 2] and then [3], values [10, 20] and then
 (25.752, 3.408)
 
 What else belongs to a score (`features.Terms`) enters in one function, `scores`. A sink is one more score, whose value
-is 0: here it stands in the state that a row begins with, on the chip it is merged last. Dropout spares the sums and strikes the products.
+is 0: here it stands in the state that a row begins with, on the chip it is merged last. Dropout spares the sums and
+strikes the products.
 
 Sources: Milakov and Gimelshein 2018 (arXiv 1805.02867, section 3) for the online softmax; Dao et al. 2022
 (arXiv 2205.14135, algorithms 1 and 4) and Dao 2023 (arXiv 2307.08691, section 3.1) for the tiles and their backward;
@@ -137,7 +138,8 @@ def naive_attention(q: Tensor, k: Tensor, v: Tensor, terms: Terms, *, reverse_ke
             p = p.masked_fill((s == -math.inf).all(-1, keepdim=True), 0.0)
     else:
         sink = terms.sinks[:, :, None, None].to(s.dtype).expand(*s.shape[:3], 1)
-        p = torch.softmax(torch.cat([s, sink], dim=-1), dim=-1)[..., :-1]
+        nothing = (s == -math.inf).all(-1, keepdim=True) & (sink == -math.inf)
+        p = torch.softmax(torch.cat([s, sink.masked_fill(nothing, 0.0)], dim=-1), dim=-1)[..., :-1]
     p = drop(p, terms, reverse_keys=reverse_keys)
     return (p.to(v.dtype) @ repeat_heads(v, q)).to(terms.output_dtype or q.dtype)
 

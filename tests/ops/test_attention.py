@@ -30,6 +30,16 @@ def test_either_output_may_go_unused(used):
         torch.testing.assert_close(a, torch.zeros_like(a) if b is None else b, msg=f"gradient of {name}")
 
 
+@pytest.mark.parametrize("name", ["tiled", "naive", "triton"])
+def test_a_sink_of_minus_infinity_is_none(name):
+    q, k, v = (x.detach().float().requires_grad_() for x in qkv(H=6, G=2, T=9, S=4))
+    sinks = torch.tensor([-math.inf, -math.inf, 0.0, 1.0, -1.0, 2.0], requires_grad=True)
+    outputs = [flash_attention(q, k, v, causal=True, score=Score(sinks=x), implementation=name) for x in (sinks, None)]
+    gradients = torch.autograd.grad(outputs[0].square().sum(), [q, k, v, sinks])
+    assert torch.equal(outputs[0][:, :2], outputs[1][:, :2]) and not torch.equal(*outputs)
+    assert all(x.isfinite().all() for x in gradients) and (gradients[3][:2] == 0).all()
+
+
 def test_rows_that_see_nothing_give_zero_and_minus_infinity():
     q, k, v = qkv(T=9, S=4)
     for name in ("tiled", "naive"):
