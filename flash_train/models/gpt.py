@@ -12,11 +12,11 @@ from flash_train.models.initialization import initialize
 from flash_train.models.parameters import parameter_count
 from flash_train.modules.attention import SelfAttention, resolve_heads
 from flash_train.modules.block import Block
-from flash_train.modules.checks import check_choice, check_positive
+from flash_train.modules.checks import check_choice, check_dropout, check_positive
 from flash_train.modules.feed_forward import make_feed_forward
 from flash_train.modules.norm import make_norm
 from flash_train.modules.rotary import RotaryEmbedding
-from flash_train.ops.features import Documents
+from flash_train.ops.features import UNBOUNDED, Documents
 
 POSITIONS = ("learned", "rotary", "alibi")
 CHECKPOINTING = ("none", "block")
@@ -49,7 +49,8 @@ class GPT(nn.Module):
         implementation: of attention, a name from ``flash_train.ops.attention.IMPLEMENTATIONS``.
         checkpointing: ``"block"`` stores only the input of each block and computes it again in the backward.
 
-    Raises ``ValueError`` for sizes that do not fit together and for unknown names.
+    Raises ``ValueError`` for sizes that do not fit together, numbers out of range and unknown names, and ``TypeError``
+    for arguments of another class.
 
     On the meta device, ``to_empty(device=...)`` and ``reset_parameters()`` complete the model.
     """
@@ -82,6 +83,7 @@ class GPT(nn.Module):
         check_positive("vocabulary_size", vocabulary_size)
         check_positive("context_length", context_length)
         check_positive("depth", depth)
+        check_dropout("dropout", dropout)
         check_choice("positions", positions, POSITIONS)
         check_choice("checkpointing", checkpointing, CHECKPOINTING)
         self.context_length = context_length
@@ -96,30 +98,17 @@ class GPT(nn.Module):
         self.token_embedding = nn.Embedding(vocabulary_size, width)
         self.position_embedding = nn.Embedding(context_length, width) if positions == "learned" else None
         self.embedding_dropout = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(
-            Block(
-                SelfAttention(
-                    width,
-                    heads,
-                    kv_heads=kv_heads,
-                    window=None if layer_window is None else (layer_window, 0),
-                    rotary=rotary,
-                    alibi=positions == "alibi",
-                    qk_norm=qk_norm,
-                    soft_cap=soft_cap,
-                    sinks=sinks,
-                    bias=bias,
-                    dropout=dropout,
-                    attention_dropout=attention_dropout,
-                    implementation=implementation,
-                ),
-                make_feed_forward(feed_forward, width, hidden_size=hidden_size, bias=bias, dropout=dropout),
-                width=width,
-                norm=norm,
-                bias=bias,
-            )
-            for layer_window in self.windows
-        )
+
+        def make_block(window: int | None) -> Block:
+            attention = SelfAttention(
+                width, heads, kv_heads=kv_heads, window=None if window is None else (window, 0), rotary=rotary,
+                alibi=positions == "alibi", qk_norm=qk_norm, soft_cap=soft_cap, sinks=sinks, bias=bias, dropout=dropout,
+                attention_dropout=attention_dropout, implementation=implementation,
+            )  # fmt: skip
+            network = make_feed_forward(feed_forward, width, hidden_size=hidden_size, bias=bias, dropout=dropout)
+            return Block(attention, network, width=width, norm=norm, bias=bias)
+
+        self.blocks = nn.ModuleList(make_block(window) for window in self.windows)
         self.final_norm = make_norm(norm, width, bias=bias)
         # A tied head is no module of its own: two modules that share a weight are parted by to_empty().
         self.head = None if tied_embeddings else nn.Linear(width, vocabulary_size, bias=False)
@@ -176,10 +165,11 @@ class GPT(nn.Module):
 
 def windows_by_layer(window: int | Sequence[int | None] | None, depth: int) -> list[int | None]:
     """``window`` as the GPT takes it, spelled out for each layer; ``ValueError`` for what is no such pattern."""
-    pattern = [window] if window is None or isinstance(window, int) else list(window)
-    if not pattern or any(x is not None and (not isinstance(x, int) or x < 0) for x in pattern):
+    pattern = window if isinstance(window, Sequence) else [window]
+    whole = [x for x in pattern if isinstance(x, int) and not isinstance(x, bool)]
+    if not pattern or len(whole) < sum(x is not None for x in pattern) or any(not 0 <= x < UNBOUNDED for x in whole):
         raise ValueError(
-            f"window must be a whole number from 0 on, None, or a list of them, got {window!r}: "
+            f"window must be a whole number from 0 to {UNBOUNDED - 1}, None, or a list of them, got {window!r}: "
             "[1023, None] alternates a window of 1024 positions, the own among them, with layers that see all"
         )
     return [pattern[layer % len(pattern)] for layer in range(depth)]

@@ -1,15 +1,17 @@
 """Self-attention as a module that fits into any model."""
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from flash_train.modules.alibi import alibi_slopes
-from flash_train.modules.checks import check_choice, check_positive
+from flash_train.modules.checks import check_choice, check_dropout, check_positive
 from flash_train.modules.norm import Norm, make_norm
 from flash_train.modules.rotary import RotaryEmbedding
 from flash_train.ops.attention import IMPLEMENTATIONS, flash_attention
+from flash_train.ops.checks import check_flag, check_number
 from flash_train.ops.features import Documents, Mask, Score
 
 SINK_DEVIATION = 0.02  # transformers' gpt-oss, at its default initializer_range
@@ -31,8 +33,8 @@ class SelfAttention(nn.Module):
         window: (left, right): a position sees at most ``left`` positions before and ``right`` after its own; None in
             it is unbounded. With ``causal``, right is 0 whatever it says.
         rotary: turns queries and keys; share one instance among the layers of a model.
-        alibi: True for the slopes of ``alibi_slopes``, or the slopes themselves, H numbers: each times the distance is
-            taken from the scores. They are not learned and no part of the state dict.
+        alibi: True for the slopes of ``alibi_slopes``, or the slopes themselves, H finite numbers: each times the
+            distance is taken from the scores. They are not learned and no part of the state dict.
         qk_norm: RMS-normalize each head's queries and keys, with learned gains, before the rotation.
         scale: of the scores (default 1 / sqrt(D)).
         soft_cap: the scores become ``soft_cap * tanh(score / soft_cap)`` (Gemma 2).
@@ -45,7 +47,8 @@ class SelfAttention(nn.Module):
         implementation: a name from ``flash_train.ops.attention.IMPLEMENTATIONS``. The ``"sdpa"`` ones refuse, when
             they are called, what torch's function lacks.
 
-    Raises ``ValueError`` for sizes that do not divide, numbers out of range and an unknown implementation.
+    Raises ``ValueError`` for sizes that do not divide, numbers out of range, slopes that require a gradient and an
+    unknown implementation, and ``TypeError`` for arguments of another class.
     """
 
     alibi_slopes: Tensor | None
@@ -73,7 +76,9 @@ class SelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         check_choice("implementation", implementation, IMPLEMENTATIONS)
-        check_features(window, soft_cap, attention_dropout)
+        check_features(causal, window, scale, soft_cap, sinks, deterministic)
+        check_dropout("dropout", dropout)
+        check_dropout("attention_dropout", attention_dropout)
         self.heads, self.kv_heads, self.head_size = resolve_heads(width, heads, kv_heads, head_size)
         if rotary is not None and rotary.head_size != self.head_size:
             raise ValueError(
@@ -94,10 +99,7 @@ class SelfAttention(nn.Module):
         self.key_norm = make_norm("rms", self.head_size) if qk_norm else None
         self.projection = nn.Linear(self.heads * self.head_size, width, bias=bias)
         self.dropout = nn.Dropout(dropout)
-        self._slopes = resolve_slopes(alibi, self.heads)
-        slopes = None if self._slopes is None else torch.empty(self.heads, dtype=torch.float32)
-        self.register_buffer("alibi_slopes", slopes, persistent=False)
-        self._fill_slopes()
+        self._add_slopes(resolve_slopes(alibi, self.heads))
         self.sinks = nn.Parameter(torch.empty(self.heads)) if sinks else None
         self.reset_parameters()
 
@@ -105,6 +107,12 @@ class SelfAttention(nn.Module):
         """Draw the sinks anew, in place; the projections are modules of their own."""
         if self.sinks is not None:
             nn.init.normal_(self.sinks, std=SINK_DEVIATION)
+
+    def _add_slopes(self, slopes: list[float] | None) -> None:
+        self._slopes = slopes
+        buffer = None if slopes is None else torch.empty(self.heads, dtype=torch.float32)
+        self.register_buffer("alibi_slopes", buffer, persistent=False)
+        self._fill_slopes()
 
     def _fill_slopes(self) -> None:
         if self.alibi_slopes is not None:
@@ -181,23 +189,48 @@ class SelfAttention(nn.Module):
 
 
 def check_features(
-    window: tuple[int | None, int | None] | None, soft_cap: float | None, attention_dropout: float
+    causal: bool,
+    window: tuple[int | None, int | None] | None,
+    scale: float | None,
+    soft_cap: float | None,
+    sinks: bool,
+    deterministic: bool | None,
 ) -> None:
-    """``ValueError`` for what the first call would refuse."""
-    Mask(window=window)
-    Score(soft_cap=soft_cap)
-    if not 0 <= attention_dropout < 1:
-        raise ValueError(f"attention_dropout must be in [0, 1), got {attention_dropout}: 0 drops nothing")
+    """What the first call would refuse, in the same words, and flags that are none."""
+    Mask(causal, window)
+    Score(soft_cap)
+    if scale is not None:
+        check_number("scale", scale)
+        if not 0 < scale < math.inf:
+            raise ValueError(f"scale must be positive and finite, got {scale}: None is 1 / sqrt(head_size)")
+    check_flag("sinks", sinks)
+    if deterministic is not None:
+        check_flag("deterministic", deterministic)
 
 
 def resolve_slopes(alibi: bool | Sequence[float] | Tensor, heads: int) -> list[float] | None:
-    """The slopes that ``alibi`` stands for, None for none; ``ValueError`` unless there is one for each head."""
+    """The slopes that ``alibi`` stands for, None for none; ``ValueError`` unless they are H finite, fixed numbers."""
     if isinstance(alibi, bool):
         return alibi_slopes(heads) if alibi else None
-    slopes = [float(slope) for slope in alibi]
-    if len(slopes) != heads:
-        raise ValueError(f"alibi must have one slope a head, got {len(slopes)} for heads={heads}: True makes them")
-    return slopes
+    parts = alibi if isinstance(alibi, Iterable) and not isinstance(alibi, Tensor) else [alibi]
+    if any(isinstance(part, Tensor) and part.requires_grad for part in parts):
+        raise ValueError(
+            "alibi must be slopes that are not learned, got a tensor that requires a gradient: "
+            "give alibi.detach(), or learn a bias and give it to each call"
+        )
+    try:
+        slopes = torch.as_tensor(alibi, dtype=torch.float64, device="cpu")
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"alibi must be True, False or one number for each of heads={heads}, got {alibi!r}: True makes the paper's"
+        ) from error
+    if slopes.shape != (heads,):
+        raise ValueError(
+            f"alibi must have one slope a head, [{heads}], got shape {list(slopes.shape)}: True makes the paper's"
+        )
+    if not slopes.isfinite().all():
+        raise ValueError(f"alibi must be finite numbers, got {slopes.tolist()}: a slope of 0 leaves its head alone")
+    return slopes.tolist()
 
 
 def resolve_heads(width: int, heads: int, kv_heads: int | None, head_size: int | None) -> tuple[int, int, int]:

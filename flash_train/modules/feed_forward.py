@@ -3,7 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flash_train.modules.checks import check_choice, check_positive
+from flash_train.modules.checks import check_choice, check_dropout, check_positive
 
 
 class GeluFeedForward(nn.Module):
@@ -13,6 +13,7 @@ class GeluFeedForward(nn.Module):
         super().__init__()
         hidden_size = 4 * width if hidden_size is None else hidden_size
         check_positive("hidden_size", hidden_size)
+        check_dropout("dropout", dropout)
         self.expand = nn.Linear(width, hidden_size, bias=bias)
         self.projection = nn.Linear(hidden_size, width, bias=bias)
         self.dropout = nn.Dropout(dropout)
@@ -33,6 +34,7 @@ class SwigluFeedForward(nn.Module):
         super().__init__()
         hidden_size = -(-8 * width // (3 * 64)) * 64 if hidden_size is None else hidden_size
         check_positive("hidden_size", hidden_size)
+        check_dropout("dropout", dropout)
         self.expand = nn.Linear(width, 2 * hidden_size, bias=bias)
         self.projection = nn.Linear(hidden_size, width, bias=bias)
         self.dropout = nn.Dropout(dropout)

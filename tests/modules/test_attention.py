@@ -106,15 +106,37 @@ def test_residual_dropout_acts_in_training_alone() -> None:
         ({"heads": 6, "head_size": -1}, "head_size must be a positive integer, got -1"),
         ({"heads": 6, "implementation": "fast"}, "implementation must be one of flash, .*, got 'fast'"),
         ({"heads": 6, "rotary": RotaryEmbedding(10, 37)}, r"these have 7: build it as RotaryEmbedding\(7,"),
-        ({"heads": 6, "alibi": [0.5, 0.25]}, "alibi must have one slope a head, got 2 for heads=6: True makes them"),
-        ({"heads": 6, "attention_dropout": 1.0}, r"attention_dropout must be in \[0, 1\), got 1.0: 0 drops nothing"),
+        ({"heads": 6, "alibi": [0.5, 0.25]}, r"alibi must have one slope a head, \[6\], got shape \[2\]: True makes"),
+        ({"heads": 6, "alibi": torch.ones(6, 1)}, r"one slope a head, \[6\], got shape \[6, 1\]"),
+        ({"heads": 6, "alibi": torch.tensor(0.5)}, r"one slope a head, \[6\], got shape \[\]"),
+        ({"heads": 6, "alibi": 1}, r"one slope a head, \[6\], got shape \[\]"),
+        ({"heads": 6, "alibi": None}, "alibi must be True, False or one number for each of heads=6, got None"),
+        ({"heads": 6, "alibi": ["steep"] * 6}, "alibi must be True, False or one number for each of heads=6"),
+        (
+            {"heads": 6, "alibi": [0.5] * 5 + [float("nan")]},
+            r"alibi must be finite numbers, got \[0.5, .*nan\]: a slope",
+        ),
+        ({"heads": 6, "alibi": nn.Parameter(torch.ones(6))}, r"not learned, .* requires a gradient: give alibi.detach"),
+        ({"heads": 6, "alibi": [nn.Parameter(torch.ones(()))] * 6}, "not learned, .* requires a gradient"),
+        ({"heads": 6, "attention_dropout": 1.0}, r"attention_dropout must be a number in \[0, 1\), got 1.0: 0 drops"),
+        ({"heads": 6, "attention_dropout": "0.1"}, r"attention_dropout must be a number in \[0, 1\), got '0.1'"),
+        ({"heads": 6, "attention_dropout": None}, r"attention_dropout must be a number in \[0, 1\), got None: 0 drops"),
+        ({"heads": 6, "dropout": float("nan")}, r"dropout must be a number in \[0, 1\), got nan"),
+        ({"heads": 6, "scale": 0.0}, r"scale must be positive and finite, got 0.0: None is 1 / sqrt\(head_size\)"),
         ({"heads": 6, "window": (-1, 0)}, "window must hold whole numbers from 0"),
-        ({"heads": 6, "soft_cap": 0.0}, "soft_cap must be positive and finite, got 0.0"),
+        ({"heads": 6, "soft_cap": 0.0}, "soft_cap must be positive and .*, got 0.0"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SelfAttention(WIDTH, **arguments)
+
+
+@pytest.mark.parametrize("argument", ["causal", "sinks", "deterministic"])
+def test_flags_that_are_none_are_refused_when_the_module_is_made(argument: str) -> None:
+    flag: dict[str, Any] = {argument: "no"}
+    with pytest.raises(TypeError, match=rf"{argument} must be True or False, got str no; make one with bool"):
+        SelfAttention(WIDTH, HEADS, **flag)
 
 
 @pytest.mark.parametrize("shape", [(LENGTH, WIDTH), (BATCH, 3, LENGTH, WIDTH), (BATCH, LENGTH, WIDTH + 1)])
