@@ -14,19 +14,23 @@ _BACKENDS = {
 }
 
 
+class Unsupported(ValueError):
+    """Torch's function does not take what is asked: another implementation may."""
+
+
 def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> Tensor:
     """Shapes as `flash_attention`. Pinned, because torch falls back to its math back end without a word.
 
     Dropout is torch's own: it strikes other elements than this package's.
 
     Raises:
-        ValueError: the back end does not exist on the device, or refuses these tensors, or torch has no such feature.
+        Unsupported: the back end does not exist on the device, or refuses these tensors, or torch has no such feature.
     """
     implementation = terms.implementation
     causal = terms.right == 0
     if q.device.type == "cpu" and implementation in ("sdpa_cudnn", "sdpa_efficient"):
-        raise ValueError(f"implementation={implementation!r} needs a GPU; on a CPU use 'sdpa' or 'sdpa_math'")
-    _refuse(terms, implementation)
+        raise Unsupported(f"implementation={implementation!r} needs a GPU; on a CPU use 'sdpa' or 'sdpa_math'")
+    _refuse(terms, implementation, q.device.type)
     T, S = q.shape[2], k.shape[2]
     if causal and T > S:  # the first T - S queries see nothing, which torch answers with NaN
         seeing = sdpa_attention(q[:, :, T - S :], k, v, terms)
@@ -47,14 +51,14 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> Tensor:
         except RuntimeError as error:
             if "No available kernel" not in str(error):
                 raise
-            raise ValueError(
+            raise Unsupported(
                 f"implementation={implementation!r}: torch's back end takes no q {list(q.shape)}, k {list(k.shape)} of "
                 f"{q.dtype} on {q.device.type} (torch: {error}); use 'sdpa_math' or 'flash'"
             ) from error
 
 
-def _refuse(terms: Terms, implementation: str) -> None:
-    """What torch's function has no argument for, or takes alone."""
+def _refuse(terms: Terms, implementation: str, device: str) -> None:
+    """What torch's function has no argument for, or takes alone, or not from this back end."""
     missing = {
         "a window": terms.left < UNBOUNDED or 0 < terms.right < UNBOUNDED,
         "top-left alignment": terms.top_left,
@@ -65,7 +69,8 @@ def _refuse(terms: Terms, implementation: str) -> None:
         "a causal mask together with a bias or allowed": terms.right == 0
         and (terms.bias is not None or terms.allowed is not None),
         "a bias together with allowed": terms.bias is not None and terms.allowed is not None,
+        "dropout on a CPU": terms.dropout > 0 and implementation == "sdpa" and device == "cpu",
     }
     for name, asked in missing.items():
         if asked:
-            raise ValueError(f"implementation={implementation!r} does not take {name}; use 'flash' or 'naive'")
+            raise Unsupported(f"implementation={implementation!r} does not take {name}; use 'flash' or 'naive'")
