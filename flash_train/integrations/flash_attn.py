@@ -10,7 +10,7 @@ the same in each of the functions:
 - dropout_p: 0.0 outside training. Other elements are dropped than flash-attention drops for the same seed.
 - softmax_scale: positive; 1 / sqrt(D) if None.
 - causal, window_size: query t stands beside key t + S - T; it sees `left` keys before and `right` keys after that one,
-  and none after it if causal. -1 is unbounded. A query that sees nothing gives 0.
+  and none after it if causal. -1 is unbounded, and so is 2**30 or more. A query that sees nothing gives 0.
 - softcap: the scores become softcap * tanh(score / softcap); 0.0 leaves them alone.
 - alibi_slopes: [H], floating, without gradient. [B, H] costs a copy of q, k and v; the varlen functions refuse it.
 - deterministic: True; or False, for what torch's own switch says.
@@ -19,18 +19,27 @@ the same in each of the functions:
   S_dmask, the third, serves flash-attention's own tests and has no counterpart here.
 - block_table, a paged cache: refused.
 
-A ValueError names what is not taken. The result is a Tensor unless return_attn_probs makes it a tuple.
+A ValueError, or a TypeError for what is of another class, names what is not taken. The result is a Tensor unless
+return_attn_probs makes it a tuple.
 
 Source: flash_attn/flash_attn_interface.py in Dao-AILab/flash-attention.
 """
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from flash_train.integrations.flash_attn_checks import (
+    check_alibi_slopes,
+    check_dropout_p,
+    check_max_seqlen,
+    check_q_k_v,
+    check_softmax_scale,
+    mask_of,
+    score_of,
+    unpacked,
+)
 from flash_train.ops.attention import flash_attention_packed, flash_attention_with_lse
-from flash_train.ops.features import Mask, Score
 
 
 def flash_attn_func(
@@ -47,12 +56,15 @@ def flash_attn_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """Attention of q [B, T, H, D], k [B, S, G, D], v [B, S, G, E] -> [B, T, H, E]; the module says the rest."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != 4:
-            raise ValueError(f"{name} must be [B, length, heads, head size], got {list(x.shape)}; unsqueeze the batch")
+    check_q_k_v(q, k, v, 4)
+    check_dropout_p(dropout_p)
+    check_softmax_scale(softmax_scale)
+    B, T, H, _ = q.shape
+    check_alibi_slopes(alibi_slopes, B, H)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    B, H, T, _ = q.shape
-    if alibi_slopes is not None and alibi_slopes.shape == (B, H):
+    if alibi_slopes is not None and alibi_slopes.dim() == 2 and B == 0:
+        alibi_slopes = alibi_slopes.new_zeros(H)  # no row has a slope
+    elif alibi_slopes is not None and alibi_slopes.dim() == 2:
         # the rows become heads of a single one: query head b H + h reads key head b G + h // (H / G)
         q, k, v = (x.flatten(0, 1).unsqueeze(0) for x in (q, k, v))
         alibi_slopes = alibi_slopes.flatten()
@@ -60,8 +72,8 @@ def flash_attn_func(
         q,
         k,
         v,
-        mask=_mask(causal, window_size),
-        score=_score(softcap, alibi_slopes),
+        mask=mask_of(causal, window_size),
+        score=score_of(softcap, alibi_slopes),
         scale=softmax_scale,
         dropout=dropout_p,
         deterministic=deterministic or None,
@@ -84,7 +96,7 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """`flash_attn_func` of qkv [B, T, 3, H, D] -> [B, T, H, D]."""
-    q, k, v = _unpack("qkv", qkv, 3, "[B, T, 3, H, D]")
+    q, k, v = unpacked("qkv", qkv, 3, 5, "[B, T, 3, H, D]")
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
@@ -103,7 +115,7 @@ def flash_attn_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """`flash_attn_func` of q [B, T, H, D] and kv [B, S, 2, G, D] -> [B, T, H, D]."""
-    k, v = _unpack("kv", kv, 2, "[B, S, 2, G, D]")
+    k, v = unpacked("kv", kv, 2, 5, "[B, S, 2, G, D]")
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
@@ -130,21 +142,20 @@ def flash_attn_varlen_func(
     """Attention in each of N sequences: q [total_q, H, D], k [total_k, G, D], v [total_k, G, E] -> [total_q, H, E]."""
     if block_table is not None:
         raise ValueError("block_table must be None: there is no paged cache here; gather the pages into k and v first")
-    _check_number("max_seqlen_q", max_seqlen_q)
-    _check_number("max_seqlen_k", max_seqlen_k)
-    if alibi_slopes is not None and alibi_slopes.dim() == 2:
-        raise ValueError(
-            f"alibi_slopes must be [H] in the varlen functions, got {list(alibi_slopes.shape)}; sequences with "
-            "slopes of their own are padded for flash_attn_func, or take a call each"
-        )
+    check_max_seqlen("max_seqlen_q", max_seqlen_q)
+    check_max_seqlen("max_seqlen_k", max_seqlen_k)
+    check_q_k_v(q, k, v, 3)
+    check_dropout_p(dropout_p)
+    check_softmax_scale(softmax_scale)
+    check_alibi_slopes(alibi_slopes, None, q.shape[1])
     out, lse = flash_attention_packed(
         q,
         k,
         v,
         cu_seqlens_q,
         cu_seqlens_k,
-        mask=_mask(causal, window_size),
-        score=_score(softcap, alibi_slopes),
+        mask=mask_of(causal, window_size),
+        score=score_of(softcap, alibi_slopes),
         scale=softmax_scale,
         dropout=dropout_p,
         deterministic=deterministic or None,
@@ -166,8 +177,8 @@ def flash_attn_varlen_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """`flash_attn_varlen_func` of qkv [total, 3, H, D] -> [total, H, D]."""
-    _check_number("max_seqlen", max_seqlen)
-    q, k, v = _unpack("qkv", qkv, 3, "[total, 3, H, D]")
+    check_max_seqlen("max_seqlen", max_seqlen)
+    q, k, v = unpacked("qkv", qkv, 3, 4, "[total, 3, H, D]")
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal, window_size, softcap,
         alibi_slopes, deterministic, return_attn_probs,
@@ -191,33 +202,8 @@ def flash_attn_varlen_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """`flash_attn_varlen_func` of q [total_q, H, D] and kv [total_k, 2, G, D] -> [total_q, H, D]."""
-    k, v = _unpack("kv", kv, 2, "[total_k, 2, G, D]")
+    k, v = unpacked("kv", kv, 2, 4, "[total_k, 2, G, D]")
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size,
         softcap, alibi_slopes, deterministic, return_attn_probs,
     )  # fmt: skip
-
-
-def _mask(causal: bool, window_size: tuple[int, int]) -> Mask:
-    left, right = window_size
-    if left < -1 or right < -1:
-        raise ValueError(f"window_size must hold numbers of keys, got {(left, right)}; -1 is unbounded")
-    return Mask(causal=bool(causal), window=(None if left == -1 else left, None if right == -1 else right))
-
-
-def _score(softcap: float, alibi_slopes: Tensor | None) -> Score:
-    if softcap < 0:
-        raise ValueError(f"softcap must not be negative, got {softcap}; 0.0 leaves the scores alone")
-    return Score(soft_cap=softcap or None, alibi_slopes=alibi_slopes)
-
-
-def _unpack(name: str, x: Tensor, count: int, layout: str) -> tuple[Tensor, ...]:
-    if x.dim() != layout.count(",") + 1 or x.shape[-3] != count:
-        raise ValueError(f"{name} must be {layout}, got {list(x.shape)}; torch.stack(..., dim=-3) makes it")
-    return x.unbind(-3)
-
-
-def _check_number(name: str, x: int | Tensor) -> None:
-    number = x.numel() == 1 if isinstance(x, Tensor) else isinstance(x, (int, float, torch.SymInt))
-    if not number:
-        raise ValueError(f"{name} must be a number, got {x!r}; nothing here depends on it, so any will do")

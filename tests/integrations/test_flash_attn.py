@@ -138,25 +138,87 @@ def test_dropout_and_determinism_reach_the_operator() -> None:
     same(dropped, expected)
 
 
+def test_an_empty_batch_gives_an_empty_output_whatever_the_slopes() -> None:
+    q, k, v = randn(0, T, H, D), randn(0, S, G, D), randn(0, S, G, E)
+    for slopes in (None, torch.rand(H), torch.rand(0, H)):
+        out, lse, _ = flash_attn_func(q, k, v, alibi_slopes=slopes, causal=True, return_attn_probs=True)
+        assert out.shape == (0, T, H, E) and lse.shape == (0, H, T)
+        assert torch.autograd.grad(out.sum(), k)[0].shape == k.shape
+
+
+def test_a_window_beyond_every_length_is_unbounded() -> None:
+    q, k, v = randn(B, T, H, D), randn(B, S, G, D), randn(B, S, G, E)
+    same(flash_attn_func(q, k, v, window_size=(2**31 - 1, 2)), flash_attn_func(q, k, v, window_size=(-1, 2)))
+
+
 q, k, v, packed = randn(B, T, H, D), randn(B, S, G, D), randn(B, S, G, E), randn(T, H, D)
-CASES: list[tuple[Callable[[], Any], str]] = [
-    (lambda: flash_attn_varlen_func(packed, packed, packed, CU_Q, CU_Q, 7, 7, block_table=CU_Q), "gather the pages"),
-    (lambda: flash_attn_varlen_func(packed, packed, packed, CU_Q, CU_Q, 7, CU_Q), "max_seqlen_k must be a number"),
-    (lambda: flash_attn_varlen_qkvpacked_func(randn(T, 3, H, D), CU_Q, None), "max_seqlen must be a number"),  # type: ignore
-    (
-        lambda: flash_attn_varlen_func(packed, packed, packed, CU_Q, CU_Q, 7, 7, alibi_slopes=torch.rand(3, H)),
-        r"alibi_slopes must be \[H\] in the varlen functions, got \[3, 6\]; .* take a call each",
-    ),
-    (lambda: flash_attn_func(q, k, v, window_size=(-2, 0)), r"window_size .* got \(-2, 0\); -1 is unbounded"),
-    (lambda: flash_attn_func(q, k, v, softcap=-1.0), "softcap must not be negative, got -1.0; 0.0 leaves"),
-    (lambda: flash_attn_func(packed, k, v), r"q must be \[B, length, heads, head size\], got \[11, 6, 5\]; unsqueeze"),
-    (lambda: flash_attn_qkvpacked_func(q), r"qkv must be \[B, T, 3, H, D\], got \[3, 11, 6, 5\]; torch.stack"),
-    (lambda: flash_attn_kvpacked_func(q, randn(B, S, 3, G, D)), r"kv must be \[B, S, 2, G, D\], got"),
-]
+heads_first = q.transpose(1, 2)
 
 
-@pytest.mark.parametrize("case", range(len(CASES)))
-def test_what_is_not_taken_is_refused_by_name(case: int) -> None:
-    call, message = CASES[case]
-    with pytest.raises(ValueError, match=message):
-        call()
+def refused(message: str, *tensors: Any, error: type[Exception] = ValueError, **options: Any) -> Any:
+    return pytest.param(flash_attn_func, tensors or (q, k, v), options, error, message)
+
+
+def refused_packed(message: str, *tensors: Any, error: type[Exception] = ValueError, **options: Any) -> Any:
+    rest = {"cu_seqlens_q": CU_Q, "cu_seqlens_k": CU_Q, "max_seqlen_q": 7, "max_seqlen_k": 7, **options}
+    return pytest.param(flash_attn_varlen_func, tensors or (packed, packed, packed), rest, error, message)
+
+
+@pytest.mark.parametrize(
+    "function, tensors, options, error, message",
+    [
+        refused_packed("block_table must be None: .* gather the pages", block_table=CU_Q),
+        refused_packed("max_seqlen_k must be a number", max_seqlen_k=CU_Q),
+        refused_packed(
+            r"alibi_slopes must be \[H\] in the varlen functions, got \[3, 6\]; .* take a call each",
+            alibi_slopes=torch.rand(3, H),
+        ),
+        refused_packed(r"alibi_slopes must be \[H\] = \[6\], got \[5\]", alibi_slopes=torch.rand(5)),
+        refused_packed(r"q, k and v must be \[total_q, H, D\].*; a padded batch goes to flash_attn_func", q, k, v),
+        refused_packed(r"dropout_p must be in \[0, 1\), got 1.0", dropout_p=1.0),
+        refused_packed("softmax_scale must be positive and finite, got 0", softmax_scale=0),
+        refused(r"window_size .* got \(-2, 0\); -1 is unbounded", window_size=(-2, 0)),
+        refused(r"window_size must be \(left, right\), got \(1, 2, 3\)", window_size=(1, 2, 3)),
+        refused(r"window_size must be \(left, right\), got int 3", window_size=3, error=TypeError),
+        refused(r"got \(3, None\); -1 is unbounded", window_size=(3, None), error=TypeError),
+        refused("softcap must be finite and not negative, got -1.0; 0.0 leaves", softcap=-1.0),
+        refused("softcap must be finite and not negative, got inf", softcap=float("inf")),
+        refused("softcap must be a number, got NoneType None", softcap=None, error=TypeError),
+        refused("alibi_slopes must be a torch.Tensor, got list", alibi_slopes=[1.0] * H, error=TypeError),
+        refused(r"must be \[H\] = \[6\] or \[B, H\] = \[3, 6\], got \[6, 3\]", alibi_slopes=torch.rand(H, B)),
+        refused(r"dropout_p must be in \[0, 1\), got -0.1", dropout_p=-0.1),
+        refused("dropout_p must be a number, got str 0", dropout_p="0", error=TypeError),
+        refused("softmax_scale must be positive and finite, got -1.0; scale q instead", softmax_scale=-1.0),
+        refused("softmax_scale must be a number, got Tensor", softmax_scale=torch.ones(()), error=TypeError),
+        refused("q must be a torch.Tensor, got list", [1.0], k, v, error=TypeError),
+        refused(r"must be \[B, T, H, D\], .* got q \[11, 6, 5\], .* \.unsqueeze\(0\)", packed, k, v),
+        refused(r"q, k and v must share B, .* got q \[2, 11, 6, 5\], k \[3, 17, 2, 5\] and v", q[:2], k, v),
+        refused(r"k and v must be of one length .* k \[3, 16, 2, 5\] and v \[3, 17, 2, 7\]", q, k[:, 1:], v),
+        refused(r"one head size D, .* got q \[3, 11, 6, 4\], k \[3, 17, 2, 5\]", q[..., :4], k, v),
+        refused(r"H must be a multiple of G in \[B, T, H, D\].* q \[3, 6, 11, 5\], .* pass", heads_first, k, v),
+        refused("heads and head sizes must not be empty, got q", q[:, :, :0], k, v),
+        pytest.param(
+            flash_attn_varlen_qkvpacked_func,
+            (randn(T, 3, H, D), CU_Q, None),
+            {},
+            ValueError,
+            "max_seqlen must be a numb",
+        ),
+        pytest.param(
+            flash_attn_qkvpacked_func, (q,), {}, ValueError, r"qkv must be \[B, T, 3, H, D\], got .*torch.stack"
+        ),
+        pytest.param(flash_attn_qkvpacked_func, ([q, k, v],), {}, TypeError, "qkv must be a torch.Tensor, got list"),
+        pytest.param(
+            flash_attn_kvpacked_func, (q, randn(B, S, 3, G, D)), {}, ValueError, r"kv must be \[B, S, 2, G, D\], got"
+        ),
+    ],
+)
+def test_what_is_not_taken_is_refused_by_the_names_of_this_interface(
+    function: Callable[..., Any],
+    tensors: tuple[Any, ...],
+    options: dict[str, Any],
+    error: type[Exception],
+    message: str,
+) -> None:
+    with pytest.raises(error, match=message):
+        function(*tensors, **options)
