@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from flash_train.ops.attention import flash_attention
+from flash_train.ops.checks import check_flag, check_number, check_tensor
 from flash_train.ops.features import Mask, Score
 
 
@@ -33,7 +34,7 @@ def scaled_dot_product_attention(
         dropout_p: in [0, 1), and applied whenever it is not 0, as there. Other elements are dropped than by torch.
         is_causal: query t sees key s only if s <= t: the first stands beside the first, whatever T and S are, where
             `flash_attention(causal=True)` puts the last beside the last.
-        scale: any number; 1 / sqrt(D) if None.
+        scale: any finite number; 1 / sqrt(D) if None.
         enable_gqa: whether query heads share key heads, h reading h // (H / G), without a copy.
 
     Returns:
@@ -42,8 +43,10 @@ def scaled_dot_product_attention(
     Raises:
         ValueError: `attn_mask` together with `is_causal`, shapes that do not fit together, a nested tensor, and what
             `flash_attention` does not take.
+        TypeError: an argument that is of another class than the signature says.
     """
-    _check(query, key, value, attn_mask, is_causal, enable_gqa)
+    _check_options(attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    _check_tensors(query, key, value, enable_gqa)
     if scale is not None and scale <= 0:  # flash_attention takes positive ones
         query, scale = query * scale, 1.0
     outer = _broadcast([x.shape[: -3 if enable_gqa else -2] for x in (query, key, value)])
@@ -60,22 +63,51 @@ def scaled_dot_product_attention(
     return output.reshape(*outer, *output.shape[-2:])
 
 
-def _check(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool, enable_gqa: bool
+def _check_options(
+    attn_mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float | None, enable_gqa: bool
 ) -> None:
+    check_flag("is_causal", is_causal)
+    check_flag("enable_gqa", enable_gqa)
+    check_number("dropout_p", dropout_p)
+    if not 0 <= dropout_p < 1:
+        raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}; dropping everything is a zero output")
+    if scale is not None:
+        check_number("scale", scale)
+        if not math.isfinite(scale):
+            raise ValueError(f"scale must be finite, got {scale}; None is 1 / sqrt(D)")
+    if attn_mask is None:
+        return
+    check_tensor("attn_mask", attn_mask)
+    if is_causal:
+        raise ValueError(
+            "attn_mask must be None beside is_causal=True, as in torch; use flash_attention with "
+            "Mask(causal=True, allowed=...) or Score(bias=...)"
+        )
+
+
+def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
+    """Dtypes and devices are the operator's to check."""
     least = 3 if enable_gqa else 2
     for name, x in (("query", query), ("key", key), ("value", value)):
+        check_tensor(name, x)
         if x.is_nested:
             raise ValueError(f"{name} must be dense, got a nested tensor; use flash_attention_packed for documents")
         if x.dim() < least:
             raise ValueError(
                 f"{name} must have at least {least} dimensions, {'H, ' * enable_gqa}T and D, got {x.dim()}"
             )
-    if attn_mask is not None and is_causal:
-        raise ValueError(
-            "attn_mask must be None beside is_causal=True, as in torch; use flash_attention with "
-            "Mask(causal=True, allowed=...) or Score(bias=...)"
-        )
+    got = f"got query {list(query.shape)}, key {list(key.shape)} and value {list(value.shape)}"
+    if key.shape[-2] != value.shape[-2]:
+        raise ValueError(f"key and value must have one length S, {got}; cut the longer one")
+    if query.shape[-1] != key.shape[-1]:
+        raise ValueError(f"query and key must have one head size D, {got}; pad the smaller one with zeros")
+    if enable_gqa:
+        H, G = query.shape[-3], key.shape[-3]
+        if value.shape[-3] != G or G == 0 or H % G != 0:
+            raise ValueError(
+                f"key and value must have one number of heads, of which query's is a multiple, {got}; "
+                "repeat_interleave(..., dim=-3) gives the heads that are missing"
+            )
 
 
 def _broadcast(shapes: list[torch.Size]) -> tuple[int, ...]:

@@ -110,13 +110,35 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ),
     ({"query": q[0, 0], "enable_gqa": True}, "query must have at least 3 dimensions, H, T and D, got 2"),
     ({"query": q[0, 0, 0]}, "query must have at least 2 dimensions, T and D, got 1"),
-    ({"dropout_p": 1.0}, r"dropout must be in \[0, 1\), got 1.0"),
+    ({"dropout_p": 1.0}, r"dropout_p must be in \[0, 1\), got 1.0; dropping everything"),
+    ({"scale": float("nan")}, r"scale must be finite, got nan; None is 1 / sqrt\(D\)"),
+    ({"value": v[:, :, 1:]}, r"key and value must have one length S, .* value \[2, 6, 8, 3\]; cut"),
+    ({"query": q[..., 1:]}, r"query and key must have one head size D, got query \[2, 6, 7, 4\], key"),
+    (
+        {"key": k[:, :4], "value": v[:, :4], "enable_gqa": True},
+        r"of which query's is a multiple, got query \[2, 6, 7, 5\], key \[2, 4, 9, 5\] .* repeat_interleave",
+    ),
 ]
 
 
 @pytest.mark.parametrize("changed, message", CASES)
 def test_what_is_not_taken_is_refused_by_name(changed: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
+        scaled_dot_product_attention(**{"query": q, "key": k, "value": v, **changed})
+
+
+@pytest.mark.parametrize(
+    "changed, message",
+    [
+        ({"query": [1.0]}, "query must be a torch.Tensor, got list"),
+        ({"attn_mask": [True]}, "attn_mask must be a torch.Tensor, got list"),
+        ({"dropout_p": None}, "dropout_p must be a number, got NoneType None"),
+        ({"scale": "1"}, "scale must be a number, got str 1"),
+        ({"is_causal": 1}, "is_causal must be True or False, got int 1"),
+    ],
+)
+def test_what_is_of_another_class_is_refused_by_name(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
         scaled_dot_product_attention(**{"query": q, "key": k, "value": v, **changed})
 
 
