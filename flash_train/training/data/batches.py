@@ -98,7 +98,11 @@ def _copy(tokens: np.ndarray) -> Tensor:
 
 @dataclass(frozen=True)
 class TrainingBatches:
-    """Batches without end, from the row that `position()` tells when an iteration begins."""
+    """Batches without end, from the row that `position()` tells when an iteration begins.
+
+    The data module saves and restores the place, and nothing is left to do for `state_dict` and `load_state_dict`:
+    without them Lightning warns of a stop between two of its epochs' ends, which does no harm here.
+    """
 
     rows: TrainingRows
     position: Callable[[], int]
@@ -111,6 +115,12 @@ class TrainingBatches:
         yield from DataLoader(
             self.rows, batch_size=None, sampler=firsts, num_workers=self.workers, pin_memory=self.pin_memory
         )
+
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        return None
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,13 @@ class TokenData(LightningDataModule):
     rows per device and micro-batch. The rows are a function of (text, sequence_length, seed) and their number alone:
     batch size, accumulation, ranks and workers only divide them. Training goes on without end, so that a trainer
     needs `max_steps`. With `separate_documents` a batch says which document each token belongs to ("documents", see
-    `TrainingRows`), so that none is predicted from another one; the rows stay the same, and need no padding. Raises
-    ValueError in `setup` if a split is shorter than one window, or if there is one document to be separated.
+    `TrainingRows`), so that none is predicted from another one; the rows stay the same, and need no padding.
+
+    A run resumes with the data of its checkpoint: another text, tokenizer, sequence_length, seed or
+    separate_documents is refused, for the run would go on with another order, or another model of its documents.
+
+    Raises ValueError in `setup` if a split is shorter than one window, or if documents are to be separated and there
+    is one, or one holds the NUL that separates them (as UTF-16 does); and on resuming, as said.
     """
 
     tokenizer_kind = "bytes"
@@ -58,10 +63,11 @@ class TokenData(LightningDataModule):
         self.cache_dir = cache_dir
         self._text: PreparedText | None = None
         self._provenance: dict[str, Any] = {}
-        # Training stood at `_anchor_row` when the trainer had processed `_anchor_batches`.
+        # Training stood at `_anchor_row` when the trainer had processed `_anchor_batches`. Where some batches are
+        # repeated, they begin there.
         self._anchor_row = 0
         self._anchor_batches = 0
-        self._loaded_row: int | None = None
+        self._loaded: tuple[int, int] | None = None  # the next row, and the first of the repeated ones
 
     def documents(self) -> tuple[list[Document], list[Document]]:
         """Training and validation documents; without any of the latter, the last tenth of the text validates."""
@@ -93,6 +99,12 @@ class TokenData(LightningDataModule):
                     f"the {name} text must hold at least sequence_length + 1 = {least} tokens, it holds {len(tokens)}; "
                     f"give more text, or set data.sequence_length={max(1, len(tokens) - 1)} or less"
                 )
+        if self.separate_documents and text.ambiguous:
+            name = next(document.name for document in (*train, *validation) if document.sha256 == text.ambiguous)
+            raise ValueError(
+                f"separate_documents needs texts without a NUL, which stands between documents, and {name} holds one; "
+                "take it out (of UTF-16 by converting it to UTF-8), or set data.separate_documents=false"
+            )
         self._text = text
         sources = {document.name: document.sha256 for document in (*train, *validation)}
         self._provenance = self._describe(sources, [document.name for document in validation])
@@ -127,10 +139,11 @@ class TokenData(LightningDataModule):
         """Batches without end from where the trainer stands, also when it asks for an iterator again."""
         consumed = self._consumed_batches()
         # A trainer that has done nothing and loaded nothing begins, whatever another one did with this object.
-        row = 0 if self._loaded_row is None and consumed == 0 else self._row()
-        self._anchor_row, self._anchor_batches, self._loaded_row = row, consumed, None
+        row, first = (0, 0) if self._loaded is None and consumed == 0 else self._rows()
+        self._anchor_row, self._loaded = first, None
+        self._anchor_batches = consumed - (row - first) // self._share().global_rows
         rows = TrainingRows(self.text.train, self._order(), self._share(), separator=self._separator())
-        return TrainingBatches(rows, self._next_row, self.workers, self._pin_memory())
+        return TrainingBatches(rows, lambda: self._rows()[0], self.workers, self._pin_memory())
 
     def val_dataloader(self) -> ValidationBatches:
         """The whole validation split, divided over the ranks, in batches of one shape."""
@@ -144,10 +157,12 @@ class TokenData(LightningDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         """The place in the training order, what defines that order, and the tokenizer, in plain values."""
-        return {"row": self._row(), "order": self._order_key(), "tokenizer": self.tokenizer.state()}
+        row, first = self._rows()
+        tokenizer = self.tokenizer.state()
+        return {"row": row, "first_row": first, "order": self._order_key(), "tokenizer": tokenizer}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on at the saved row; raises ValueError where the tokens or the order are not those of the checkpoint."""
+        """Go on at the saved row; raises ValueError where the tokens, their order or what separates them is another."""
         if state_dict["tokenizer"] != self.tokenizer.state():
             raise ValueError(
                 f"the data must have the checkpoint's vocabulary, tokenizer {state_dict['tokenizer']['kind']!r}, and "
@@ -159,13 +174,18 @@ class TokenData(LightningDataModule):
             saved = state_dict["order"][name]
             if saved != now:
                 raise ValueError(
-                    f"a run must resume with the data order of its checkpoint, where {name} is {saved}, and now it is "
-                    f"{now}; use the checkpoint's text and data.{name}, or start a new run"
+                    f"a run must resume with the data of its checkpoint, where {name} is {saved}, and now it is {now}; "
+                    f"use the checkpoint's text and data.{name}, or start a new run"
                 )
-        self._loaded_row = state_dict["row"]
+        self._loaded = state_dict["row"], state_dict["first_row"]
 
     def _order_key(self) -> dict[str, Any]:
-        return {"text": self.text.key, "sequence_length": self.sequence_length, "seed": self.seed}
+        return {
+            "text": self.text.key,
+            "sequence_length": self.sequence_length,
+            "seed": self.seed,
+            "separate_documents": self.separate_documents,
+        }
 
     def _order(self) -> WindowOrder:
         return WindowOrder(len(self.text.train), sequence_length=self.sequence_length, seed=self.seed)
@@ -189,15 +209,15 @@ class TokenData(LightningDataModule):
             return 0
         return self.trainer.fit_loop.epoch_loop.batch_progress.total.processed  # pyright: ignore[reportAttributeAccessIssue]
 
-    def _row(self) -> int:
-        if self._loaded_row is not None:
-            return self._loaded_row
-        return self._anchor_row + (self._consumed_batches() - self._anchor_batches) * self._share().global_rows
-
-    def _next_row(self) -> int:
-        # Trainer(overfit_batches=n) asks for an iterator every n batches and means the same ones.
-        overfits = getattr(self.trainer, "overfit_batches", 0) > 0
-        return self._anchor_row if overfits else self._row()
+    def _rows(self) -> tuple[int, int]:
+        """The row to go on with, and the first of those that are repeated (itself where none are)."""
+        if self._loaded is not None:
+            return self._loaded
+        consumed, rows = self._consumed_batches() - self._anchor_batches, self._share().global_rows
+        repeated = getattr(self.trainer, "overfit_batches", 0)
+        if isinstance(repeated, int) and repeated:  # always the same n batches; 1.0, all of them, has no end here
+            return self._anchor_row + consumed % repeated * rows, self._anchor_row
+        return self._anchor_row + consumed * rows, self._anchor_row + consumed * rows
 
     def _describe(self, sources: dict[str, str], validation: list[str]) -> dict[str, Any]:
         text = self.text

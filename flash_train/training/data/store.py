@@ -23,7 +23,7 @@ from flash_train.training.data.tokenizers import (
 )
 
 # Raise it when the same documents and settings are to give other files.
-FORMAT = 1
+FORMAT = 2
 TOKENS, META = "tokens.bin", "meta.json"
 
 
@@ -50,13 +50,17 @@ class Tokens:
 
 @dataclass(frozen=True)
 class PreparedText:
-    """Two splits and the tokenizer that made them; `key` stands for their content and settings."""
+    """Two splits and the tokenizer that made them; `key` stands for their content and settings.
+
+    `ambiguous` is the sha256 of a document that holds the SEPARATOR itself, None if none of several does.
+    """
 
     key: str
     tokenizer: Tokenizer
     train: Tokens
     validation: Tokens
     validation_bytes: int
+    ambiguous: str | None
 
 
 def cache_folder(cache_dir: str | os.PathLike[str] | None) -> Path:
@@ -118,6 +122,7 @@ def _open(folder: Path) -> PreparedText | None:
         train=Tokens(path, dtype, 0, train),
         validation=Tokens(path, dtype, train, validation),
         validation_bytes=meta["validation_bytes"],
+        ambiguous=meta["ambiguous"],
     )
 
 
@@ -130,9 +135,11 @@ def _build(folder: Path, train: Sequence[Document], validation: Sequence[Documen
     try:
         tokenizer = tokenizer_from_documents(tokenizer_kind, [*train, *validation])
         with (temporary / TOKENS).open("wb") as file:
-            counts = [_append(file, split, tokenizer, separated=bool(validation)) for split in (train, validation)]
+            separator = tokenizer.encode(SEPARATOR) if validation else None
+            appended = [_append(file, split, tokenizer, separator) for split in (train, validation)]
             file.flush()
             os.fsync(file.fileno())
+        counts = [count for count, _ in appended]
         if not validation:
             head = int((1 - VALIDATION_SHARE) * counts[0])
             counts = [head, counts[0] - head]
@@ -142,6 +149,7 @@ def _build(folder: Path, train: Sequence[Document], validation: Sequence[Documen
             "dtype": dtype,
             "train_tokens": counts[0],
             "validation_tokens": counts[1],
+            "ambiguous": next((sha256 for _, sha256 in appended if sha256), None),
             "validation_bytes": _count_bytes(Tokens(temporary / TOKENS, dtype, *counts), tokenizer),
         }
         (temporary / META).write_text(json.dumps(meta))
@@ -150,17 +158,21 @@ def _build(folder: Path, train: Sequence[Document], validation: Sequence[Documen
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _append(file: BinaryIO, documents: Sequence[Document], tokenizer: Tokenizer, *, separated: bool) -> int:
-    """Write the documents' tokens and count them."""
-    count = 0
+def _append(
+    file: BinaryIO, documents: Sequence[Document], tokenizer: Tokenizer, separator: np.ndarray | None
+) -> tuple[int, str | None]:
+    """Write the documents' tokens, `separator` [1] after each; their number, and the sha256 of one that holds it."""
+    count, ambiguous = 0, None
     for document in documents:
         for tokens in tokenizer.encode_document(document):
             file.write(tokens.data)
             count += len(tokens)
-        if separated:
-            file.write(tokenizer.encode(SEPARATOR).data)
+            if separator is not None and (tokens == separator).any():
+                ambiguous = document.sha256
+        if separator is not None:
+            file.write(separator.data)
             count += 1
-    return count
+    return count, ambiguous
 
 
 def _count_bytes(tokens: Tokens, tokenizer: Tokenizer) -> int:

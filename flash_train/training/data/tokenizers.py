@@ -7,7 +7,8 @@ import numpy as np
 
 from flash_train.training.data.documents import Document
 
-# Stands after each document where there are several: it occurs in no text, so that it means nothing else.
+# Stands after each document where there are several. Files may hold it too, and are refused where it has to tell
+# documents apart.
 SEPARATOR = "\0"
 CODE_POINTS = 0x110000
 

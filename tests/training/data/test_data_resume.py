@@ -78,10 +78,13 @@ def rows(model: Recorder) -> Tensor:
     return torch.cat(model.seen)
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"accumulate_grad_batches": 2}, {"overfit_batches": 1}, {"overfit_batches": 3}, {"overfit_batches": 1.0}],
+)
 @pytest.mark.parametrize("workers", [0, 2])
-def test_ten_steps_see_what_five_and_five_resumed_see(text: Path, tmp_path: Path, workers: int, accumulation: int):
-    options: dict[str, Any] = {"accumulate_grad_batches": accumulation}
+def test_ten_steps_see_what_five_and_five_resumed_see(text: Path, tmp_path: Path, workers: int, options: Any):
+    accumulation = options.get("accumulate_grad_batches", 1)
     whole = fit(data_of(text, workers=workers), 10, **options)
     # The loader is batches ahead when step 5 is saved, and the run goes on until it is killed after step 8.
     saved = tmp_path / "saved.ckpt"
@@ -139,6 +142,22 @@ def test_two_ranks_share_the_rows_and_the_validation_split_of_one(text: Path, tm
 def test_one_object_begins_anew_with_every_trainer(text: Path):
     data = data_of(text)
     assert torch.equal(rows(fit(data, 3)), rows(fit(data, 3)))
+
+
+def test_resuming_with_documents_that_see_each_other_is_refused(tmp_path: Path):
+    for name, letters in (("a.txt", "one text "), ("b.txt", "another ")):
+        (tmp_path / name).write_text(letters * 40)
+    saved = tmp_path / "saved.ckpt"
+
+    def data(separate_documents: bool) -> TextFiles:
+        paths = str(tmp_path / "*.txt")
+        return TextFiles(
+            paths=paths, sequence_length=13, batch_size=4, separate_documents=separate_documents, cache_dir=tmp_path
+        )
+
+    fit(data(True), 2, callbacks=[SaveAt(2, saved)])
+    with pytest.raises(ValueError, match=r"where separate_documents is True, and now it is False; .*start a new run"):
+        fit(data(False), 4, ckpt_path=saved)
 
 
 def test_resuming_in_another_order_is_refused_with_the_way_out(text: Path, tmp_path: Path):

@@ -80,6 +80,19 @@ def test_separated_documents_are_the_files_that_a_row_cuts(tmp_path: Path, token
     assert data.provenance["separate_documents"] is True
 
 
+@pytest.mark.parametrize("tokenizer", ["bytes", "characters"])
+def test_a_file_that_holds_the_separator_cannot_be_separated_and_says_so_from_the_cache_too(
+    tmp_path: Path, tokenizer: str
+):
+    paths = [written(tmp_path / f"{name}.txt", f"{name} {POEM}") for name in ("one", "two")]
+    paths.append(written(tmp_path / "wide.txt", POEM.encode("utf-16-le") if tokenizer == "bytes" else POEM + "\0end"))
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"without a NUL, .* and .*wide\.txt holds one; take it out .*=false"):
+            text_files(paths, tmp_path, tokenizer=tokenizer, separate_documents=True)
+    assert text_files(paths, tmp_path, tokenizer=tokenizer).text.ambiguous
+    assert not text_files(paths[:2], tmp_path, tokenizer=tokenizer, separate_documents=True).text.ambiguous
+
+
 def test_a_single_text_has_no_documents_to_separate(tmp_path: Path):
     with pytest.raises(ValueError, match="needs several documents, and the text is one; give it as several files"):
         text_files(written(tmp_path / "poem.txt"), tmp_path, separate_documents=True)
