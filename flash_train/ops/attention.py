@@ -1,11 +1,9 @@
 """`flash_attention`: what the operation means, what it accepts, and which implementation runs."""
 
-import math
-
 import torch
 from torch import Tensor
 
-from flash_train.ops.checks import check_device, check_flag, check_number, check_tensor
+from flash_train.ops.checks import DTYPES, LARGEST, check_device, check_flag, check_number, check_tensor
 from flash_train.ops.choice import IMPLEMENTATIONS, Choice, choose_implementation
 from flash_train.ops.derivatives import attend
 from flash_train.ops.documents import Documents
@@ -13,7 +11,6 @@ from flash_train.ops.features import NO_MASK, NO_SCORE, Mask, Score, Terms, flat
 from flash_train.ops.reference import default_scale, naive_attention, safe_attention
 from flash_train.ops.sdpa import sdpa_attention
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 __all__ = [
     "IMPLEMENTATIONS",
     "Choice",
@@ -104,8 +101,8 @@ def flash_attention_with_lse(
     """As `flash_attention`, and the log-sum-exp of each row's scores: the log of the softmax's denominator.
 
     Args:
-        output_dtype: the output's, if not the inputs': `torch.float32` keeps partial results from being rounded before
-            `merge` puts them together.
+        output_dtype: the output's, if not the inputs', and no narrower: `torch.float32` keeps partial results from
+            being rounded before `merge` puts them together.
 
     Returns:
         (output [B, H, T, E], log-sum-exp [B, H, T]): natural logarithm, fp32 (float64 for float64 inputs), a sink
@@ -150,7 +147,7 @@ def flash_attention_packed(
         k: [total_k, G, D], likewise by cu_seqlens_k; a document may have other lengths here, or none.
         v: [total_k, G, E].
         cu_seqlens_q: [N + 1] int32 or int64 on q's device, rising from 0; so is cu_seqlens_k. Rows behind the last
-            document give output 0, log-sum-exp minus infinity and gradient 0, whatever they hold.
+            document give output 0, log-sum-exp minus infinity (with a sink, the sink) and gradient 0.
         mask: as `flash_attention`: alignment and window inside each document. `documents` must be None; `allowed`, and
             the bias of `score`, are broadcastable to [1, H, total_q, total_k].
 
@@ -224,13 +221,18 @@ def _terms(
         raise TypeError(f"score must be a Score, got {type(score).__name__}; an additive tensor is Score(bias=...)")
     if scale is not None:
         check_number("scale", scale)
-        if not 0 < scale < math.inf:
-            raise ValueError(f"scale must be positive and finite, got {scale}; scale q instead")
+        if not 0 < scale <= LARGEST:
+            raise ValueError(f"scale must be positive and at most {LARGEST:g}, got {scale}; scale q instead")
     check_number("dropout", dropout)
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout must be in [0, 1), got {dropout}; dropping everything is a zero output")
     if output_dtype is not None and output_dtype not in DTYPES:
         raise ValueError(f"output_dtype must be fp16, bf16, fp32 or float64, got {output_dtype}; None is the inputs'")
+    if output_dtype is not None and torch.promote_types(q.dtype, output_dtype) != output_dtype:
+        raise ValueError(
+            f"output_dtype must hold what the inputs' holds, {q.dtype}, got {output_dtype}, and the backward reads the "
+            "output; cast the result instead"
+        )
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     check_flag("deterministic", deterministic)
@@ -243,6 +245,9 @@ def _terms(
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Of tensors, by `_autocast`."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.layout != torch.strided or x.is_nested:
+            raise ValueError(f"{name} must be dense, got {x.layout}; use .to_dense(), or flash_attention_packed")
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         raise ValueError(
             "q, k and v must be [B, H, T, D], [B, G, S, D] and [B, G, S, E], "

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_train.ops.features import Terms
+from flash_train.ops.features import SEED_STEP, Terms
 
 
 def fold_batch(
@@ -38,6 +38,8 @@ def fold_batch(
         if name in ("query_document", "key_document") and bounds_dim is not None:  # each has documents of its own
             count = bounds.movedim(bounds_dim, 0).shape[1]
             x = x + (torch.arange(N, device=x.device, dtype=x.dtype) * count)[:, None, None]
+        if name == "seed" and bounds_dim is not None:  # the numbers are in the seeds, and shall be each one's own there
+            x = x - (torch.arange(N, device=x.device) * bounds.movedim(bounds_dim, 0).shape[1] * SEED_STEP)[:, None]
         if x.shape[1] != B:  # a bias, or a boolean mask, of one for the whole batch
             shared_bias |= name == "bias"
             x = x.expand(N, B, *x.shape[2:])

@@ -19,16 +19,29 @@ from flash_train.ops.library import attention, attention_backward, attention_dou
 
 def attend(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> Any:
     """(output, log-sum-exp)."""
-    return _call(attention, _Attention, _TransformableAttention, q, k, v, *terms)
+    return _call(attention, q, k, v, *terms)
 
 
-def _call(operator: Callable[..., Any], function: Any, transformable: Any, *args: Any) -> Any:
+def _call(operator: Callable[..., Any], *args: Any) -> Any:
     """The operator by the shortest way: in eager mode its Function, without asking torch's dispatcher for it."""
     if torch.compiler.is_compiling():
         return operator(*args)
     if torch._C._are_functorch_transforms_active():
-        return transformable.apply(*args)
-    return _autograd(operator, function, *args)
+        return _FUNCTIONS[operator][1].apply(*args)
+    return _autograd(operator, *args)
+
+
+def _autograd(operator: Callable[..., Any], *args: Any) -> Any:
+    """The operator, recorded where a derivative of it may be asked for."""
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            "flash_attention takes torch.func's transforms in eager mode only: take implementation='naive' or 'sdpa' "
+            "where torch.compile surrounds them, or torch.autograd.grad instead of torch.func.grad"
+        )
+    recorded = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args)
+    if recorded or forward_ad._current_level >= 0:  # which has no formula here: the Function says so
+        return _FUNCTIONS[operator][0].apply(*args)
+    return below_autograd(operator, *args)
 
 
 _TENSORS = slice(Terms._fields.index("bias"), Terms._fields.index("left"))
@@ -68,7 +81,18 @@ def _save_backward(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
     _save(ctx, (grad_output, grad_lse, q, k, v), Terms(*terms))
 
 
-class _Attention(torch.autograd.Function):
+class _ReverseMode(torch.autograd.Function):
+    """Without a derivative in forward mode."""
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError(
+            "flash_attention has no forward-mode derivative, which jvp, jacfwd and hessian take; use reverse mode "
+            "(grad, jacrev), or implementation='naive' or 'sdpa_math'"
+        )
+
+
+class _Attention(_ReverseMode):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Any:
         output = below_autograd(attention, *inputs)
@@ -81,11 +105,11 @@ class _Attention(torch.autograd.Function):
             return (None,) * len(ctx.needs_input_grad)
         tensors, terms = _saved(ctx)
         args = (*gradients, *tensors, ctx.needs_input_grad[3 + _BIAS], *terms)
-        dq, dk, dv, dbias, dsinks = _call(attention_backward, _Backward, _TransformableBackward, *args)
+        dq, dk, dv, dbias, dsinks = _call(attention_backward, *args)
         return dq, dk, dv, *_gradients_of_terms(dbias, dsinks)
 
 
-class _Backward(torch.autograd.Function):
+class _Backward(_ReverseMode):
     """`attention_backward`, which can be differentiated in its turn."""
 
     @staticmethod
@@ -98,16 +122,13 @@ class _Backward(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
         tensors, terms = _saved(ctx)
         weights = [None if w is None or w.numel() == 0 else w for w in cotangents]
-        operator, function = attention_double_backward, _DoubleBackward
-        do, dl, dq, dk, dv, dbias, dsinks = _call(
-            operator, function, _TransformableDoubleBackward, *weights, *tensors, *terms
-        )
+        do, dl, dq, dk, dv, dbias, dsinks = _call(attention_double_backward, *weights, *tensors, *terms)
         gradients = [x if y is not None else None for x, y in zip((do, dl), tensors[:2], strict=True)]
         # output and log-sum-exp are functions of q, k and v, whose gradients hold their share
         return *gradients, dq, dk, dv, None, None, None, *_gradients_of_terms(dbias, dsinks)
 
 
-class _DoubleBackward(torch.autograd.Function):
+class _DoubleBackward(_ReverseMode):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Any:
         return below_autograd(attention_double_backward, *inputs)
@@ -136,21 +157,15 @@ class _TransformableDoubleBackward(_DoubleBackward):
     setup_context = staticmethod(lambda ctx, inputs, output: None)
 
 
-def _autograd(operator: Callable[..., Any], function: Any, *args: Any) -> Any:
-    """The operator, recorded where a derivative of it may be asked for."""
-    recorded = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args)
-    if recorded or forward_ad._current_level >= 0:  # which has no formula here: the Function says so
-        return function.apply(*args)
-    return below_autograd(operator, *args)
-
-
-for _operator, _function, _q_at, _dbias_at in (
-    (attention, _Attention, 0, None),
-    (attention_backward, _Backward, 2, 3),
-    (attention_double_backward, _DoubleBackward, 7, 5),
+# what records an operator: in eager mode, and under `torch.func`
+_FUNCTIONS: dict[Any, tuple[Any, Any]] = {
+    attention: (_Attention, _TransformableAttention),
+    attention_backward: (_Backward, _TransformableBackward),
+    attention_double_backward: (_DoubleBackward, _TransformableDoubleBackward),
+}
+for _operator, _q_at, _dbias_at in (
+    (attention, 0, None),
+    (attention_backward, 2, 3),
+    (attention_double_backward, 7, 5),
 ):
-    register(
-        _operator,
-        autograd=partial(_autograd, _operator, _function),
-        vmap=partial(fold_batch, _operator, _q_at, _dbias_at),
-    )
+    register(_operator, autograd=partial(_autograd, _operator), vmap=partial(fold_batch, _operator, _q_at, _dbias_at))

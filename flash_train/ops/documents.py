@@ -54,7 +54,7 @@ class Documents:
         """Documents of a packed batch of one: document n has queries cu_seqlens_q[n] to cu_seqlens_q[n + 1] - 1.
 
         What lies behind the last document belongs to none: its output is 0, its gradients are 0. On a GPU nothing is
-        read on the host, and bounds that lie outside the tensors are cut to them.
+        read on the host: the first offset is taken for 0, and offsets outside the tensors are cut to them.
 
         Raises:
             ValueError: the two are no [N + 1] int32 or int64 tensors of one length on one device, or, on a CPU, do not
@@ -88,10 +88,13 @@ class Documents:
 def _packed(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, total_q: int, total_k: int) -> tuple[Tensor, Tensor, Tensor]:
     """(bounds, query_document, key_document) by torch's operators: on a CPU, compiled, under a transform."""
     N = cu_seqlens_q.shape[0] - 1
-    q, k = cu_seqlens_q.clamp(0, total_q), cu_seqlens_k.clamp(0, total_k)
+    zero = torch.zeros_like(cu_seqlens_q[:1])
+    q, k = (
+        torch.cat([zero.to(x.dtype), x[1:].clamp(0, total)])
+        for x, total in ((cu_seqlens_q, total_q), (cu_seqlens_k, total_k))
+    )
     bounds = torch.stack([q[:-1], q[1:], k[:-1], k[1:]], dim=1)
     # document N: the queries behind the last one, which see nothing; document N + 1: the keys, which nobody sees
-    zero = torch.zeros_like(q[:1])
     queries_left = torch.stack([q[-1:], zero + total_q, zero, zero], dim=1)
     keys_left = torch.stack([zero, zero, k[-1:], zero + total_k], dim=1)
     number_q = torch.searchsorted(q, torch.arange(total_q, device=q.device, dtype=q.dtype), right=True) - 1

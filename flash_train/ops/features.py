@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flash_train.ops.checks import check_device, check_flag, check_number, check_tensor
+from flash_train.ops.checks import DTYPES, LARGEST, check_device, check_flag, check_number, check_tensor, whole_number
 from flash_train.ops.documents import Documents
 
 ALIGNMENTS = ("bottom_right", "top_left")
@@ -62,7 +62,8 @@ def _check_window(window: object) -> None:
             f"window must be (left, right), got {window}; None in it is unbounded, (n, 0) is the last n + 1 keys"
         )
     for side in window:
-        if side is not None and (isinstance(side, bool) or not isinstance(side, int) or not 0 <= side < UNBOUNDED):
+        number = whole_number(side)
+        if side is not None and (number is None or not 0 <= number < UNBOUNDED):
             raise ValueError(
                 f"window must hold whole numbers from 0 to {UNBOUNDED - 1}, got {window}; None in it is unbounded"
             )
@@ -77,25 +78,29 @@ class Score:
     alibi_slopes: Tensor | None = None
     """[H]: minus slope times the distance between the aligned query and the key is added (ALiBi); no gradient."""
     bias: Tensor | None = None
-    """Floating, broadcastable to [B, H, T, S], added; its gradient is summed over what was broadcast."""
+    """Floating, broadcastable to [B, H, T, S], added; its gradient is summed over what was broadcast.
+
+    Rows that shall see nothing want `-inf`, or `Mask(allowed=...)`: where all of a row's scores are as low as -1e6, the
+    log-sum-exp has no room for the logarithm of their number, and the row's gradients grow (as in torch's own kernels).
+    """
     sinks: Tensor | None = None
     """[H]: one more logit a row, in the softmax's denominator alone (and so in the log-sum-exp); has a gradient."""
 
     def __post_init__(self) -> None:
         if self.soft_cap is not None:
             check_number("soft_cap", self.soft_cap)
-            if not 0 < self.soft_cap < float("inf"):
+            if not 0 < self.soft_cap <= LARGEST:
                 raise ValueError(
-                    f"soft_cap must be positive and finite, got {self.soft_cap}; None leaves the scores alone"
+                    f"soft_cap must be positive and at most {LARGEST:g}, got {self.soft_cap}; None leaves scores alone"
                 )
         for name in ("alibi_slopes", "bias", "sinks"):
             x = getattr(self, name)
             if x is None:
                 continue
             check_tensor(name, x)
-            if not x.is_floating_point():
+            if x.dtype not in DTYPES:
                 hint = "; a boolean mask is Mask(allowed=...)" if x.dtype == torch.bool else "; cast it with .float()"
-                raise ValueError(f"{name} must be floating, got {x.dtype}{hint}")
+                raise ValueError(f"{name} must be floating (fp16, bf16, fp32 or float64), got {x.dtype}{hint}")
         if self.alibi_slopes is not None and self.alibi_slopes.requires_grad:
             raise ValueError("alibi_slopes has no gradient, and requires one; detach it, or learn a bias instead")
 
@@ -186,7 +191,14 @@ def _check_documents(documents: Documents, q: Tensor, S: int) -> None:
             f"documents must give each of B={B} x T={T} queries and B={B} x S={S} keys a document, got {shapes[0]} and "
             f"{shapes[1]}; where queries and keys differ in length use flash_attention_packed"
         )
-    check_device("documents", documents.bounds, q)
+    for name in ("bounds", "query_document", "key_document"):
+        x = getattr(documents, name)
+        if x.dtype != torch.int32 or (name == "bounds" and (x.dim() != 2 or x.shape[1] != 4)):
+            raise ValueError(
+                f"documents.{name} must be int32{', [N, 4]' if name == 'bounds' else ''}, got {list(x.shape)} of "
+                f"{x.dtype}; make them by Documents.from_ids or Documents.from_cu_seqlens"
+            )
+        check_device(f"documents.{name}", x, q)
 
 
 def _broadcastable(name: str, x: Tensor | None, q: Tensor, S: int) -> Tensor | None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor  # pyright: ignore[reportMissingModuleSource]
 from torch.utils.flop_counter import register_flop_formula
 
 from flash_train.ops.choice import choose_implementation
@@ -41,7 +42,7 @@ attention_double_backward = torch.ops.flash_train.attention_double_backward.defa
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     terms = Terms(*rest)
-    if q.numel() and k.numel() and _chosen(terms.implementation, q, k, v) == "triton":
+    if _chosen(terms.implementation, q, k, v) == "triton" and q.numel() and k.numel():
         from flash_train.ops.kernels.forward import attention_forward  # Triton is imported when a kernel first runs
 
         return attention_forward(q, k, v, terms)
@@ -64,7 +65,7 @@ def _backward(
     if grad_output is None:  # only the log-sum-exp was used
         grad_output = torch.zeros((), dtype=output.dtype, device=output.device).expand(output.shape)
     saved = grad_output, grad_lse, q, k, v, output, lse
-    if q.numel() and k.numel() and _chosen(terms.implementation, q, k, v) == "triton":
+    if _chosen(terms.implementation, q, k, v) == "triton" and q.numel() and k.numel():
         from flash_train.ops.kernels.backward import attention_backward as launch
 
         gradients = launch(*saved, terms, needs_bias=needs_bias)
@@ -146,7 +147,8 @@ def _are_plain(args: tuple[Any, ...]) -> bool:
     for x in args:
         kind = type(x)
         if kind is Tensor or kind is torch.nn.Parameter:
-            if x.is_neg() or x.is_meta or x._is_zerotensor():  # is_neg: negated when it is read
+            # is_neg: negated when it is read; the last: under torch.autograd.grad(is_grads_batched=True)
+            if x.is_neg() or x.is_meta or x._is_zerotensor() or is_legacy_batchedtensor(x):
                 return False
         elif kind not in _NO_TENSOR:
             return False

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from flash_train.ops import reference
-from flash_train.ops.checks import check_tensor
+from flash_train.ops.checks import check_tensors
 from flash_train.ops.reference import State, finish
 
 
@@ -27,14 +27,13 @@ def merge(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Te
     Raises:
         ValueError: no parts, not as many outputs as lses, or shapes, dtypes or devices that differ.
     """
+    outputs, lses = check_tensors("outputs", outputs), check_tensors("lses", lses)
     if len(outputs) == 0 or len(outputs) != len(lses):
         raise ValueError(
             f"merge needs an lse for each of at least one output, got {len(lses)} lses and {len(outputs)} outputs; "
             "flash_attention_with_lse returns one of each"
         )
     for output, lse in zip(outputs, lses, strict=True):
-        check_tensor("each output", output)
-        check_tensor("each lse", lse)
         if output.shape != outputs[0].shape or lse.shape != output.shape[:-1]:
             raise ValueError(
                 f"merge needs outputs [..., E] of one shape and lses [...], got {list(output.shape)} and "

@@ -32,7 +32,7 @@ def tiled_attention(q: Tensor, k: Tensor, v: Tensor, terms: Terms, *, tile: int 
     dtype = compute_dtype(q)
     output = torch.empty(B, T, H, v.shape[-1], dtype=terms.output_dtype or q.dtype, device=q.device).transpose(1, 2)
     lse = torch.empty(B, H, T, dtype=dtype, device=q.device)
-    for part in _documents(q, k, terms):
+    for part in parts(q, k, terms):
         b, rows, columns = part.batch, part.rows, part.columns
         _forward(q[b, :, rows], k[b, :, columns], v[b, :, columns], part.terms, tile or default_tile(q),
                  output[b, :, rows], lse[b, :, rows])  # fmt: skip
@@ -76,12 +76,12 @@ def tiled_attention_backward(
     dbias = None
     if needs_bias and terms.bias is not None:
         dbias = torch.zeros(terms.bias.shape, dtype=dtype, device=q.device)
-    for part in _documents(q, k, terms):
+    for part in parts(q, k, terms):
         b, rows, columns = part.batch, part.rows, part.columns
         _backward(
             grad_output[b, :, rows], delta[b, :, rows], lse[b, :, rows], q[b, :, rows], k[b, :, columns],
             v[b, :, columns], part.terms, tile or default_tile(q), dq[b, :, rows], dk[b, :, columns],
-            dv[b, :, columns], None if dbias is None else _cut(dbias, b, rows, columns),
+            dv[b, :, columns], None if dbias is None else cut(dbias, b, rows, columns),
         )  # fmt: skip
     if dbias is not None and terms.bias is not None:
         dbias = dbias.to(terms.bias.dtype)
@@ -112,7 +112,7 @@ def _backward(do: Tensor, delta: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: T
                 dp.mul_(keep)
             ds = dp.sub_(delta_tile).mul_(p)
             if dbias is not None:
-                target = _cut(dbias, slice(None), rows, columns)
+                target = cut(dbias, slice(None), rows, columns)
                 target.add_(walk.heads(ds).sum_to_size(target.shape))
             if slope is not None:
                 ds.mul_(slope)
@@ -135,7 +135,7 @@ def sinks_gradient(sinks: Tensor | None, lse: Tensor, delta: Tensor) -> Tensor |
     return -(torch.exp(sinks.unsqueeze(-1) - lse) * delta).sum(-1).to(sinks.dtype)
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
     """A document that stands alone: where it lies, and its terms."""
 
     batch: slice
@@ -144,10 +144,12 @@ class _Part(NamedTuple):
     terms: Terms
 
 
-def _documents(q: Tensor, k: Tensor, terms: Terms) -> Iterator[_Part]:
+def parts(q: Tensor, k: Tensor, terms: Terms) -> Iterator[Part]:
     """The batch as it is, or its documents one by one; their bounds are read on the host."""
-    if terms.bounds is None or terms.query_document is None:
-        yield _Part(slice(None), slice(0, q.shape[2]), slice(0, k.shape[2]), terms)
+    nobody = 0 in (*q.shape, *k.shape)  # sees anything: there is no need to read the bounds
+    if terms.bounds is None or terms.query_document is None or nobody:
+        alone = terms._replace(bounds=None, query_document=None, key_document=None)
+        yield Part(slice(None), slice(0, q.shape[2]), slice(0, k.shape[2]), alone)
         return
     bounds = terms.bounds.tolist()
     for b, numbers in enumerate(terms.query_document.tolist()):
@@ -162,16 +164,16 @@ def _documents(q: Tensor, k: Tensor, terms: Terms) -> Iterator[_Part]:
                 name: x[batch] if x is not None and x.shape[0] > 1 else x
                 for name, x in (("alibi_slopes", terms.alibi_slopes), ("sinks", terms.sinks), ("seed", terms.seed))
             }
-            own |= {name: None for name in ("bounds", "query_document", "key_document")}
+            own |= dict.fromkeys(("bounds", "query_document", "key_document"))
             for name in ("bias", "allowed"):
                 x = getattr(terms, name)
-                own[name] = None if x is None else _cut(x, batch, rows, columns)
+                own[name] = None if x is None else cut(x, batch, rows, columns)
             if own["seed"] is not None:
                 own["seed"] = own["seed"] + torch.tensor(number) * SEED_STEP  # which wraps at 64 bits
-            yield _Part(batch, rows, columns, terms._replace(**own))
+            yield Part(batch, rows, columns, terms._replace(**own))
 
 
-def _cut(x: Tensor, batch: slice, rows: slice, columns: slice) -> Tensor:
+def cut(x: Tensor, batch: slice, rows: slice, columns: slice) -> Tensor:
     """Part of a [B or 1, H or 1, T or 1, S or 1] tensor: a dimension of 1 stays."""
     for dimension, part in ((0, batch), (2, rows), (3, columns)):
         if x.shape[dimension] != 1:
@@ -238,10 +240,10 @@ class _Walk:
             distance = (see.aligned.unsqueeze(-1) - torch.arange(columns.start, columns.stop)).abs()
             view.sub_(terms.alibi_slopes[:, :, None, None] * distance.to(self.device))
         if terms.bias is not None:
-            view.add_(_cut(terms.bias, slice(None), rows, columns))
+            view.add_(cut(terms.bias, slice(None), rows, columns))
         self._mask(view, see, columns)
         if terms.allowed is not None:
-            view.masked_fill_(~_cut(terms.allowed, slice(None), rows, columns), -math.inf)
+            view.masked_fill_(~cut(terms.allowed, slice(None), rows, columns), -math.inf)
         return s, slope
 
     def _mask(self, view: Tensor, see: Rows, columns: slice) -> None:

@@ -250,3 +250,25 @@ def test_one_kernel_makes_the_tables_of_a_pack(cu_seqlens_q, cu_seqlens_k, T, S,
     offsets = torch.tensor(cu_seqlens_q, dtype=dtype), torch.tensor(cu_seqlens_k, dtype=dtype)
     for ours, expected in zip(packed_documents(*offsets, T, S), documents._packed(*offsets, T, S), strict=True):
         assert torch.equal(ours, expected) and ours.dtype == expected.dtype
+
+
+@pytest.mark.parametrize("what", ["a neighbour", "the tail"])
+def test_a_second_derivative_learns_nothing_of_what_others_hold(what):
+    leaves, cu_seqlens = packed((2, 2), (2, 2)) if what == "a neighbour" else packed((2, 0), (2, 0), tail=2)
+    for x in leaves:
+        x.data[2:] = math.nan
+    output, _ = flash_attention_packed(*leaves, *cu_seqlens)
+    (gradient,) = torch.autograd.grad(output[:2].square().sum(), leaves[0], create_graph=True)
+    for x in torch.autograd.grad(gradient[:2].square().sum(), leaves):
+        assert x[:2].isfinite().all() and (x[:2] != 0).any()
+
+
+def test_offsets_that_nobody_reads_begin_at_0():
+    q = torch.randn(6, 2, 8)
+    compiled = torch.compile(
+        lambda q, cu_seqlens: flash_attention_packed(q, q, q, cu_seqlens, cu_seqlens)[0],
+        backend="aot_eager",
+        fullgraph=True,
+    )
+    whole = torch.tensor([0, 6])
+    torch.testing.assert_close(compiled(q, whole + torch.tensor([2, 0])), compiled(q, whole))

@@ -7,7 +7,7 @@ import torch
 import triton
 from triton.runtime.errors import OutOfResources
 
-from flash_train.ops.attention import choose_implementation, flash_attention, flash_attention_with_lse
+from flash_train.ops.attention import Score, choose_implementation, flash_attention, flash_attention_with_lse
 from flash_train.ops.features import Terms
 from flash_train.ops.kernels import launch
 from tests.ops import sweep
@@ -137,3 +137,13 @@ def test_a_tile_that_the_gpu_cannot_hold_makes_room_for_a_smaller_one_said_once(
 
     with pytest.raises(OutOfResources):
         call.start("dq", never, None)
+
+
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_a_bias_as_large_as_fp32_allows_is_no_mask(sign):
+    """In units of log2 it would be infinite; where a row has nothing else, its keys are alike."""
+    q, k, v, *_ = inputs(Case(1, 2, 2, 5, 7, 16, 16), torch.float32, DEVICE)
+    bias = torch.full((7,), sign * torch.finfo(torch.float32).max, device=DEVICE)
+    output, lse = flash_attention_with_lse(q, k, v, score=Score(bias=bias), implementation="triton")
+    torch.testing.assert_close(output, v.mean(2, keepdim=True).expand_as(output))
+    assert lse.isfinite().all()

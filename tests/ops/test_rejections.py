@@ -68,10 +68,10 @@ TENSORS = [
     (lambda: call(v=torch.empty(2, 2, 11, 5, device="meta")), "lie on one device", "cpu, cpu and meta", ".to(device)"),
 ]  # fmt: skip
 NUMBERS = [
-    (lambda: call(scale=0.0), "scale must be positive and finite", "got 0.0", "scale q instead"),
-    (lambda: call(scale=-1), "scale must be positive and finite", "got -1", "scale q instead"),
-    (lambda: call(scale=math.nan), "scale must be positive and finite", "got nan", "scale q instead"),
-    (lambda: call(scale=math.inf), "scale must be positive and finite", "got inf", "scale q instead"),
+    (lambda: call(scale=0.0), "scale must be positive and at most 1e+38", "got 0.0", "scale q instead"),
+    (lambda: call(scale=-1), "scale must be positive and at most 1e+38", "got -1", "scale q instead"),
+    (lambda: call(scale=math.nan), "scale must be positive and at most 1e+38", "got nan", "scale q instead"),
+    (lambda: call(scale=math.inf), "scale must be positive and at most 1e+38", "got inf", "scale q instead"),
     (lambda: call(dropout=1.0), "dropout must be in [0, 1)", "got 1.0", "a zero output"),
     (lambda: call(dropout=-0.1), "dropout must be in [0, 1)", "got -0.1", "a zero output"),
     (lambda: call(dropout=math.nan), "dropout must be in [0, 1)", "got nan", "a zero output"),
@@ -82,10 +82,10 @@ NUMBERS = [
     (lambda: call(implementation=None), "implementation must be one of flash, triton", "None", ""),
     (lambda: call(causal=True, mask=Mask()), "causal=True must agree with the mask", "causal=False",
      "Mask(causal=True"),
-    (lambda: Score(soft_cap=math.nan), "soft_cap must be positive and finite", "got nan", "None leaves the scores"),
-    (lambda: Score(soft_cap=math.inf), "soft_cap must be positive and finite", "got inf", "None leaves the scores"),
-    (lambda: Score(soft_cap=0), "soft_cap must be positive and finite", "got 0", "None leaves the scores"),
-    (lambda: Score(soft_cap=-2.0), "soft_cap must be positive and finite", "got -2.0", "None leaves the scores"),
+    (lambda: Score(soft_cap=math.nan), "soft_cap must be positive and at most 1e+38", "got nan", "None leaves scores"),
+    (lambda: Score(soft_cap=math.inf), "soft_cap must be positive and at most 1e+38", "got inf", "None leaves scores"),
+    (lambda: Score(soft_cap=0), "soft_cap must be positive and at most 1e+38", "got 0", "None leaves scores"),
+    (lambda: Score(soft_cap=-2.0), "soft_cap must be positive and at most 1e+38", "got -2.0", "None leaves scores"),
 ]  # fmt: skip
 MASKS = [
     (lambda: Mask(alignment="right"), "alignment must be one of bottom_right, top_left", "'right'", ""),
@@ -250,8 +250,8 @@ CLASSES = [
     (lambda: Mask(allowed=[[True]]), "allowed must be a torch.Tensor, got list; make one"),
     (lambda: Score(bias=1.0), "bias must be a torch.Tensor, got float; make one"),
     (lambda: Score(sinks=[1.0]), "sinks must be a torch.Tensor, got list; make one"),
-    (lambda: merge([1.0], [randn(3)]), "each output must be a torch.Tensor, got float; make one"),
-    (lambda: merge([randn(3, 2)], [None]), "each lse must be a torch.Tensor, got NoneType; make one"),
+    (lambda: merge([1.0], [randn(3)]), "each of the outputs must be a torch.Tensor, got float; make one"),
+    (lambda: merge([randn(3, 2)], [None]), "each of the lses must be a torch.Tensor, got NoneType; make one"),
 ]  # fmt: skip
 
 

@@ -157,3 +157,59 @@ def test_forward_mode_is_refused():
         flash_attention(forward_ad.make_dual(q, q), q, q)
     with forward_ad.dual_level():
         assert flash_attention(q, q, q).shape == q.shape
+
+
+@pytest.mark.parametrize("name", ["tiled", "triton"])
+@pytest.mark.parametrize("in_dims", [(None, 0), (0, None)])
+def test_a_batch_of_one_may_have_many_cotangents(name, in_dims):
+    """Then the saved tensors are expanded, log-sum-exp and all."""
+    x = torch.randn(1, 2, 5, 8)
+
+    def gradients(implementation):
+        bias = torch.linspace(-1, 1, 25).view(5, 5)
+
+        def of(shift, cotangent):
+            def loss(q, bias):
+                output = flash_attention(q, x, x, score=Score(bias=bias), implementation=implementation)
+                return (output * cotangent).sum()
+
+            return torch.func.grad(loss, (0, 1))(x + shift, bias)
+
+        many, one = torch.randn(3, 1, 2, 5, 8, generator=torch.Generator().manual_seed(0)), x.sin()
+        return torch.func.vmap(of, in_dims)(*((0.0, many) if in_dims[0] is None else (many, one)))
+
+    for ours, expected in zip(gradients(name), gradients("naive"), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["tiled", "triton"])
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # torch's own fallback for batches
+def test_a_batch_of_gradients_is_taken_at_once(name):
+    q = torch.randn(1, 2, 3, 8, requires_grad=True)
+    cotangents = torch.randn(4, 1, 2, 3, 8)
+    results = []
+    for implementation in (name, "naive"):
+        output = flash_attention(q, q, q, implementation=implementation)
+        results.append(torch.autograd.grad(output, q, cotangents, is_grads_batched=True)[0])
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+
+
+def test_documents_of_their_own_drop_under_vmap_what_they_drop_alone():
+    x = torch.randn(3, 2, 2, 6, 4, dtype=torch.float64)
+    ids = torch.tensor([[0, 0, 1, 1, 1, 2], [0, 1, 1, 1, 1, 1], [5, 5, 5, 5, 5, 5]]).unsqueeze(1).expand(3, 2, 6)
+
+    def attention(x, ids):
+        return flash_attention(x, x, x, mask=Mask(documents=ids), dropout=0.5)
+
+    torch.manual_seed(3)
+    together = torch.func.vmap(attention, randomness="same")(x, ids)
+    for i in range(3):
+        torch.manual_seed(3)
+        torch.testing.assert_close(together[i], attention(x[i], ids[i]))
+
+
+def test_transforms_inside_a_compiled_function_are_refused_with_a_way_out():
+    x = torch.randn(1, 2, 3, 8)
+    gradient = torch.func.grad(lambda q: flash_attention(q, x, x).sum())
+    with pytest.raises(Exception, match="transforms in eager mode only"):
+        torch.compile(lambda q: gradient(q), backend="aot_eager", fullgraph=True)(x)

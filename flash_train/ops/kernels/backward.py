@@ -259,6 +259,7 @@ def attention_backward(
     (dK and dV, dQ), for tuning.
     """
     q, k, v, do = near_rows(q), near_rows(k), near_rows(v), near_rows(grad_output.to(q.dtype))
+    lse = lse.contiguous()  # under vmap it may be one that was expanded
     delta = _delta(do, output, grad_lse, lse)  # of the dO that dP is made of: dP - delta cancels
     dq, dk, dv = (empty(x, *x.shape) for x in (q, k, v))
     call = Call(q, v, terms, lse)

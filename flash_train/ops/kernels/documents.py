@@ -29,7 +29,8 @@ def _bound(cu_seqlens, document, N, total, left_over):
     there = document < N
     first = tl.load(cu_seqlens + document, mask=there, other=0).to(tl.int32)
     end = tl.load(cu_seqlens + document + 1, mask=there, other=0).to(tl.int32)
-    first = tl.where(document == left_over, tl.load(cu_seqlens + N).to(tl.int32), first)
+    first = tl.where(document == left_over, tl.load(cu_seqlens + N).to(tl.int32), first)  # 0 if there is none at all
+    first = tl.where(document == 0, 0, first)
     end = tl.where(document == left_over, total, end)
     first = tl.minimum(tl.maximum(first, 0), total)
     return first, tl.minimum(tl.maximum(end, first), total)

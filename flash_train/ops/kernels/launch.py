@@ -129,7 +129,7 @@ _FITTING: dict[tuple[Any, ...], Launch] = {}
 
 def _extras(terms: Terms, whole: tuple[int, ...], stand_in: Tensor, head_stride: int) -> tuple[Any, ...]:
     """The kernels' arguments from `bias` on; for a tensor that the call lacks, `stand_in` in the type it would have."""
-    bias, allowed = terms.bias, terms.allowed
+    bias, allowed = (x if x is None else near_rows(x) for x in (terms.bias, terms.allowed))
     nowhere = (0, 0, 0, 0)
     if _flags(terms) <= TOP_LEFT.value and terms.seed is None and terms.bounds is None:
         return stand_in, nowhere, stand_in, nowhere, *(stand_in,) * 6

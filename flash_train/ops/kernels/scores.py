@@ -114,6 +114,8 @@ def modify(s, first, first_key, rows, keys, at, span, n, x, c):
                 x.allowed, x.allowed_b, x.allowed_h, x.allowed_t, x.allowed_s, at, first, first_key, rows, keys
             )
             allowed = tl.load(near, mask=inside & ((n.flags & HAS_ALLOWED) != 0), other=1)
+            # finite scores stay so in units of log2: a bias of finfo.min is no mask where a row has nothing else
+            s = tl.where(tl.abs(s) < float("inf"), tl.minimum(tl.maximum(s, -2e38), 2e38), s)
             s = tl.where(allowed != 0, s, float("-inf"))
     return s, derivative
 
