@@ -1,5 +1,6 @@
 """One training run: build, fit, and say what became of it. Whatever happens, result.json says it too."""
 
+import inspect
 import json
 import logging
 import secrets
@@ -10,6 +11,7 @@ import traceback
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -24,6 +26,8 @@ from flash_train.models.parameters import parameter_count, parameter_table
 from flash_train.training.guard import NonFiniteLoss
 from flash_train.training.resume import CheckpointHeader, find_checkpoint, load_weights, read_header
 
+# What a model may be resumed with another value of: it acts in training, and what is learned stays what it was.
+_FREE_ON_RESUME = {"dropout", "attention_dropout"}
 _LESS_MEMORY = "attention=flash, checkpointing=block or a smaller data.batch_size needs less"
 
 
@@ -38,7 +42,11 @@ class Ending:
 
 
 def run(config: Config, folder: Path, overrides: list[str]) -> int:
-    """Train as `config` says, in `folder`; the exit code. `overrides` go into the checkpoints for `resume_from`."""
+    """Train as `config` says, in `folder`; the exit code. `overrides` go into the checkpoints for `resume_from`.
+
+    A run resumes with the model and the data of its checkpoint, and for at least as many steps: anything else there is
+    refused. Other changes are its user's, and printed.
+    """
     quieten()
     begin = time.monotonic()
     result: dict[str, Any] = {}
@@ -47,6 +55,7 @@ def run(config: Config, folder: Path, overrides: list[str]) -> int:
         if config["resume_from"]:
             checkpoint = find_checkpoint(config["resume_from"])
             header = read_header(checkpoint)
+            check_resumable(header, config)
             if is_finished(header, config, folder):
                 return ExitCode.OK
             announce(checkpoint, header, config, folder)
@@ -74,6 +83,30 @@ def run(config: Config, folder: Path, overrides: list[str]) -> int:
     keep = config["resume_from"] and ending.code == ExitCode.BAD_INPUT and not went_on
     written = conclude(None if keep else result, folder, ending)
     return ending.code if written is not False else (ending.code or ExitCode.FAILURE)
+
+
+def check_resumable(header: CheckpointHeader, config: Config) -> None:
+    """Raise ValueError for another model than the checkpoint's, even where its weights would fit (another window, soft
+    cap or number of heads), and for fewer steps than it has done.
+    """
+    steps = config["trainer"].get("max_steps", -1)
+    if 0 <= steps < header.step:
+        raise ValueError(
+            f"trainer.max_steps must be at least the {header.step} steps that the checkpoint has done, got {steps}; "
+            "give more, or resume from an earlier checkpoint"
+        )
+    before, now = (header.run_config or {}).get("config", {}).get("model"), config["model"]
+    if before is None or before.get("_target_") != now.get("_target_"):
+        return  # whether the weights fit says the rest
+    parameters = inspect.signature(resolve_name(now["_target_"])).parameters
+    defaults = {name: parameter.default for name, parameter in parameters.items()}
+    for name in sorted({*before, *now} - _FREE_ON_RESUME):
+        old, new = (model.get(name, defaults.get(name)) for model in (before, now))
+        if old != new:
+            raise ValueError(
+                f"a run must resume with the model of its checkpoint, where model.{name} is {old}, and now it is "
+                f"{new}; leave it as it was, or start a new run"
+            )
 
 
 def is_finished(header: CheckpointHeader, config: Config, folder: Path) -> bool:

@@ -122,10 +122,10 @@ def test_the_global_batch_decides_the_accumulation(command: Command) -> None:
         objects.accumulate({"batch_tokens": 700, "data": data, "trainer": trainer})
 
 
-def test_a_run_is_continued_in_its_folder_with_its_wandb_id(command: Command, tmp_path: Path) -> None:
-    # One batch again and again is where Lightning itself begins anew after a stop.
+@pytest.mark.parametrize("repeated", [0, 1])
+def test_a_run_is_continued_in_its_folder_with_its_wandb_id(command: Command, tmp_path: Path, repeated: int) -> None:
     begun = [argument for argument in SHORT if not argument.startswith(("hydra.", "trainer.max_", "loggers"))]
-    begun.append("trainer.overfit_batches=0")
+    begun.append(f"trainer.overfit_batches={repeated}")
     assert command(main, *begun, "loggers=none", "hydra.run.dir=whole", "trainer.max_steps=4").code == 0
     assert command(main, *begun, "loggers=wandb", "hydra.run.dir=run", "trainer.max_steps=2").code == 0
     answer = command(main, "resume_from=run", "trainer.max_steps=4")
@@ -143,8 +143,11 @@ def test_a_run_is_continued_in_its_folder_with_its_wandb_id(command: Command, tm
     ("change", "code", "said"),
     [
         ("trainer.max_steps=2", 0, "has done its trainer.max_steps=2 steps; more of them continue it"),
-        ("model.depth=1", 2, "does not fit this model and data: Unexpected key(s)"),
-        ("model.width=32", 2, "does not fit this model and data: size mismatch"),
+        ("trainer.max_steps=1", 2, "must be at least the 2 steps that the checkpoint has done, got 1; give more"),
+        ("model.depth=1", 2, "resume with the model of its checkpoint, where model.depth is 2, and now it is 1; leave"),
+        ("model.window=3", 2, "where model.window is None, and now it is 3; leave it as it was, or start a new run"),
+        ("vocabulary_size=300", 2, "does not fit this model and data: size mismatch"),
+        ("data.separate_documents=true", 2, "where separate_documents is False, and now it is True"),
         ("data.seed=5", 2, "use the checkpoint's text and data.seed"),
     ],
 )
