@@ -76,7 +76,10 @@ def flash_attention(
     Source: Dao 2023, FlashAttention-2 (arXiv 2307.08691, section 3); for the features see `reference.py`.
     """
     q, k, v = _autocast(q, k, v)
-    terms = _terms(q, k, v, causal, mask, score, scale, dropout, deterministic, None, implementation)
+    terms = _terms(
+        q, k, v, causal=causal, mask=mask, score=score, scale=scale, dropout=dropout, deterministic=deterministic,
+        output_dtype=None, implementation=implementation,
+    )  # fmt: skip
     if implementation == "naive" or implementation == "naive_reversed":
         return naive_attention(q, k, v, terms, reverse_keys=implementation == "naive_reversed")
     if implementation.startswith("sdpa"):
@@ -113,7 +116,10 @@ def flash_attention_with_lse(
             "naive_reversed").
     """
     q, k, v = _autocast(q, k, v)
-    terms = _terms(q, k, v, causal, mask, score, scale, dropout, deterministic, output_dtype, implementation)
+    terms = _terms(
+        q, k, v, causal=causal, mask=mask, score=score, scale=scale, dropout=dropout, deterministic=deterministic,
+        output_dtype=output_dtype, implementation=implementation,
+    )  # fmt: skip
     if implementation == "naive":
         output, lse = safe_attention(q, k, v, terms)
         return output.to(output_dtype or q.dtype), lse.to(torch.promote_types(lse.dtype, torch.float32))
@@ -204,6 +210,7 @@ def _terms(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    *,
     causal: bool,
     mask: Mask | None,
     score: Score | None,

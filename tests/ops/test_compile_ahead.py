@@ -27,7 +27,7 @@ from flash_train.ops.kernels.bias import bias_kernel
 from flash_train.ops.kernels.forward import forward_kernel
 from flash_train.ops.kernels.launch import block_size, compiled_features
 from flash_train.ops.kernels.tables import DIRECTIONS, Launch, lookup, smaller
-from flash_train.ops.kernels.tiles import Constants
+from flash_train.ops.kernels.tiles import Constants, Numbers
 
 KERNELS = {"forward": forward_kernel, "dkdv": dkdv_kernel, "dq": dq_kernel, "bias": bias_kernel}
 # the launch table's name, the compiler's target, whether there is a copy engine
@@ -152,3 +152,15 @@ def test_at_most_64_variants_stand_behind_all_features():
     variants = {(compiled_features(terms, S), descriptor) for terms in all_terms for S in (64, 65)
                 for descriptor in (False, True)}  # fmt: skip
     assert len(variants) == 56
+
+
+@pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
+def test_kernels_take_their_numbers_and_constants_in_the_order_in_which_launchers_give_them(kernel):
+    names = tuple(kernel.arg_names)
+    for fields in (Numbers._fields, Constants._fields):
+        start = names.index(fields[0])
+        assert names[start : start + len(fields)] == fields
+    assert names[names.index("bias") :][:10] == (
+        "bias", "bias_strides", "allowed", "allowed_strides", "slopes", "sinks", "seed", "bounds", "query_document",
+        "key_document",
+    )  # fmt: skip
