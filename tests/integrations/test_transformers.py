@@ -7,56 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.masking_utils import create_causal_mask
 
 from flash_train.integrations import transformers as drop_in
 from flash_train.integrations.transformers import register
 from flash_train.ops.attention import Mask
-
-VOCABULARY, B, T = 97, 2, 13
-SIZES: dict[str, Any] = {
-    "num_hidden_layers": 2,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.3,
-}
-GROUPED: dict[str, Any] = {**SIZES, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 5}
-EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"}
-TOKENS: dict[str, Any] = {f"{name}_token_id": 0 for name in ("pad", "bos", "eos", "cls", "sep")}
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "GPT2": (
-        "LMHeadModel",
-        {
-            "n_layer": 2,
-            "n_head": 4,
-            "n_embd": 32,
-            "vocab_size": VOCABULARY,
-            "n_positions": 64,
-            "initializer_range": 0.3,
-        },
-    ),
-    "Llama": ("ForCausalLM", {**SIZES, "num_key_value_heads": 2}),
-    "Mistral": ("ForCausalLM", GROUPED),
-    "Gemma2": ("ForCausalLM", {**GROUPED, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 8}),
-    "GptOss": ("ForCausalLM", {**GROUPED, **EXPERTS}),
-    "Bert": ("ForMaskedLM", SIZES),
-    "ModernBert": ("ForMaskedLM", {**SIZES, "local_attention": 6, "global_attn_every_n_layers": 2, **TOKENS}),
-    "T5": (
-        "ForConditionalGeneration",
-        {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": VOCABULARY},
-    ),
-}
-SDPA_CANNOT = ("Gemma2", "GptOss")
-IDS = torch.randint(VOCABULARY, (B, T), generator=torch.Generator().manual_seed(0))
-PADDED = torch.ones(B, T, dtype=torch.long)
-PADDED[0, :4] = PADDED[1, -2:] = 0
-POSITIONS = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 0, 1, 2, 3, 4], [0, 1, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10]])
+from tests.integrations.tiny_models import IDS, PADDED, POSITIONS, VOCABULARY, B, T, made, pair
 
 
 @pytest.fixture(autouse=True)
@@ -73,27 +30,6 @@ def masks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     AttentionInterface.register(drop_in.NAME, watched)
     yield seen
     AttentionInterface.register(drop_in.NAME, attention)
-
-
-def made(name: str, implementation: str, **changed: Any) -> PreTrainedModel:
-    kind, settings = MODELS[name]
-    config = getattr(transformers, f"{name}Config")(**{**settings, **changed}, attn_implementation=implementation)
-    torch.manual_seed(1)
-    model = getattr(transformers, name + kind)(config).eval()
-    assert model.config._attn_implementation == implementation
-    # Some parts are float32 whatever is asked; the eager attention is NaN in float64 where a query sees nothing.
-    model = model if name in SDPA_CANNOT else model.double()
-    for parameter_name, parameter in model.named_parameters():
-        if parameter_name.endswith("sinks"):
-            torch.nn.init.uniform_(parameter, -1, 1)
-    return model
-
-
-def pair(name: str, **changed: Any) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """(transformers' own attention, ours), with the same weights."""
-    own, ours = made(name, "eager" if name in SDPA_CANNOT else "sdpa", **changed), made(name, "flash_train", **changed)
-    ours.load_state_dict(own.state_dict())
-    return own, ours
 
 
 def results(model: PreTrainedModel, counted: Tensor | None = None, **inputs: Any) -> list[Tensor]:
@@ -146,22 +82,27 @@ def test_masks_of_ones_own_are_taken_as_they_are(name: str) -> None:
         agree(results(own, **inputs), results(ours, **inputs))
 
 
-def test_a_pattern_of_ones_own_becomes_a_matrix() -> None:
-    prefix, ours = [
-        create_causal_mask(
-            config=made("Llama", implementation).config,
-            inputs_embeds=torch.zeros(B, T, 1),
-            attention_mask=PADDED,
-            cache=None,
-            or_mask_function=lambda b, h, q, k: k < 5,
-        )
-        for implementation in ("sdpa", "flash_train")
-    ]
-    assert isinstance(prefix, Tensor) and isinstance(ours, Tensor) and torch.equal(prefix, ours)
+def test_a_chunked_pattern_becomes_a_matrix(masks: list[Any]) -> None:
+    own, ours = pair("Llama4", no_rope_layers=[1, 0])
+    for inputs in ({"input_ids": IDS}, {"input_ids": IDS, "attention_mask": PADDED}):
+        with torch.no_grad():
+            counted = inputs.get("attention_mask", torch.ones_like(PADDED)).bool()
+            torch.testing.assert_close(ours(**inputs).logits[counted], own(**inputs).logits[counted])
+    assert (B, 1, T, T) in masks
 
 
-def test_a_learned_position_bias_gets_its_gradient() -> None:
-    own, ours = pair("T5", dropout_rate=0.0)
+@pytest.mark.parametrize("padded", [False, True])
+def test_shapes_are_known_on_the_meta_device(padded: bool) -> None:
+    model: Any = made("Llama", "flash_train")
+    model.to("meta")
+    ids, positions = IDS.to("meta"), POSITIONS.to("meta")
+    inputs = {"attention_mask": PADDED.to("meta")} if padded else {}
+    assert model(input_ids=ids, position_ids=positions, use_cache=True, **inputs).logits.shape == (B, T, VOCABULARY)
+
+
+@pytest.mark.parametrize("name", ["T5", "Bart"])  # T5's position bias is learned
+def test_encoder_and_decoder_agree(name: str) -> None:
+    own, ours = pair(name)
     inputs = {"input_ids": IDS, "attention_mask": PADDED, "decoder_input_ids": IDS[:, :7]}
     agree(results(own, **inputs), results(ours, **inputs))
 
