@@ -16,8 +16,9 @@ MODULE = "flash_train.commands.compare"
 def compare(config: dict[str, Any], folder: Path, overrides: list[str]) -> int:
     """Run the comparison that `config` describes in `folder`; the exit code.
 
-    It is 0 when every run was measured or ran out of memory, whatever the verdict; 1 when one crashed, or was no
-    measurement of what it was asked to be. Nothing here needs torch.
+    It is 0 when every run was measured, ran out of memory or was refused by an implementation that does not take it,
+    whatever the verdict; 1 when one crashed, or was no measurement of what it was asked to be, or all were refused.
+    Nothing here needs torch.
     """
     from rich.console import Console
 

@@ -23,6 +23,7 @@ from flash_train.commands.hydra_app import ExitCode, complain
 from flash_train.commands.objects import Config, Objects, build_objects
 from flash_train.commands.result import describe_end, describe_start, write_json
 from flash_train.models.parameters import parameter_count, parameter_table
+from flash_train.ops.sdpa import Unsupported
 from flash_train.training.guard import NonFiniteLoss
 from flash_train.training.resume import CheckpointHeader, find_checkpoint, load_weights, read_header
 
@@ -141,6 +142,8 @@ def judge(error: BaseException) -> Ending:
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in text:
         detail = ". ".join(text.split(". ")[:2])  # what follows in torch's text is a survey of the allocator
         return Ending("oom", ExitCode.OUT_OF_MEMORY, f"out of memory ({detail}); {_LESS_MEMORY}")
+    if isinstance(error, Unsupported):
+        return Ending("refused", ExitCode.BAD_INPUT, text)
     if isinstance(error, NonFiniteLoss):
         return Ending("failed", ExitCode.FAILURE, text)
     if isinstance(error, OSError) and error.filename and error.strerror:

@@ -66,12 +66,16 @@ def noise_floor(rows: Sequence[Row], length: int) -> float | None:
 def judge(
     rows: Sequence[Row], *, arms: Sequence[str], lengths: Sequence[int], gradients: Mapping[int, Mapping[str, float]]
 ) -> list[Agreement]:
-    """Each arm but the reference at each judged length; `gradients[length][arm]` are errors against float64."""
+    """Each arm but the reference, and those that were refused, at each judged length.
+
+    `gradients[length][arm]` are errors against float64.
+    """
+    left_out = {REFERENCE, REORDERED, *(row.arm for row in rows if row.status == "refused")}
     return [
         _judge_one(rows, arm, length, gradients.get(length, {}))
         for length in lengths
         for arm in arms
-        if arm not in (REFERENCE, REORDERED)
+        if arm not in left_out
     ]
 
 

@@ -57,22 +57,30 @@ def _train(runs: Sequence[Run], jobs: Sequence[Job], bar: Display) -> tuple[list
     """The rows of the runs, and the first result that says where it was made.
 
     When every run of the shortest length fails, or the first two of them fail alike, the rest is not tried: what is
-    wrong is wrong with all of them.
+    wrong is wrong with all of them. An arm that is refused once is not tried again: no length changes what it takes.
     """
     rows: list[Row] = []
     told: dict[str, Any] = {}
+    refused: dict[str, Row] = {}
     remaining = Remaining()
     for index, (run, job) in enumerate(zip(runs, jobs, strict=True)):
         failed = bool(rows) and all(row.status == "failed" for row in rows)
         alike = len(rows) > 1 and len({row.error for row in rows}) == 1
         if failed and (alike or run.length > runs[0].length):
             break
+        if run.arm in refused:
+            result = {"status": "refused", "error": refused[run.arm].error}
+            rows.append(row_from_result(run, result, seconds=0.0, folder=refused[run.arm].folder))
+            bar.ended(f"{run}: refused, as before")
+            continue
         bar.running(str(run), left=remaining.seconds([later.length for later in runs[index:]]))
         outcome = run_job(job, tick=bar.tick)
         if not outcome.reused:
             remaining.saw(run.length, outcome.seconds)
         rows.append(row_from_result(run, outcome.result, seconds=outcome.seconds, folder=job.folder.name))
         told = told if told.get("environment") else outcome.result
+        if rows[-1].status == "refused":
+            refused[run.arm] = rows[-1]
         bar.ended(_line(rows[-1], outcome))
     return rows, told
 

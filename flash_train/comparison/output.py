@@ -50,7 +50,8 @@ def write_files(comparison: Comparison, children: Children, *, command: Sequence
 def print_summary(comparison: Comparison, files: Sequence[Path], console: Console) -> None:
     """The end of the command: the table, the verdict, what a reader must know, and where the files are."""
     print_table(comparison.cells, console)
-    for sentence in (comparison.verdict.sentence, *comparison.verdict.problems):
+    verdict = comparison.verdict
+    for sentence in (verdict.sentence, *verdict.refusals, *verdict.problems):
         console.print(sentence, markup=False)
     console.print(f"\n{files[0].parent}: {', '.join(file.name for file in files)}", markup=False)
 
@@ -103,15 +104,16 @@ def _plain_row(row: Row) -> dict[str, Any]:
 
 def _draw(comparison: Comparison, children: Children, setting: str) -> None:
     floors = {one.length: one.loss_floor for one in comparison.verdict.agreements}
+    cells = [cell for cell in comparison.cells if cell.status != "refused"]
     charts = {
         "memory": memory_chart(
-            comparison.cells,
+            cells,
             setting=setting,
             device_memory=comparison.environment.get("total_memory_bytes") or _memory_of_this_machine(),
             exponents=comparison.verdict.growth_exponents,
             profiled=any(row.memory_source == "profiler" for row in comparison.rows),
         ),
-        "speed": speed_chart(comparison.cells, setting=setting),
+        "speed": speed_chart(cells, setting=setting),
         "loss": loss_chart(
             comparison.rows,
             setting=setting,

@@ -64,11 +64,12 @@ def report_html(
     command: str,
 ) -> str:
     """The page. `charts` are SVG files by their captions; `facts` the environment, versions and commit by name."""
+    told = (*verdict.refusals, *verdict.problems)
     return _PAGE.substitute(
         title=html.escape(title),
         setting=html.escape(setting),
         sentence=html.escape(verdict.sentence),
-        problems="".join(f'<p class="problem">{html.escape(problem)}</p>' for problem in verdict.problems),
+        problems="".join(f'<p class="problem">{html.escape(problem)}</p>' for problem in told),
         summary=_table(table.columns(cells), table.body(cells)),
         charts="".join(_figure(caption, path) for caption, path in charts.items()),
         notes="".join(f"<li>{html.escape(note)}</li>" for note in verdict.notes),

@@ -27,8 +27,9 @@ _SAME_METHOD: dict[tuple[str, str | None], tuple[str, ...]] = {
 class Row:
     """One run. Memory in bytes, times in milliseconds, losses in nats; None where nothing was measured.
 
-    `status`: ok; oom (ran out of memory, `error` says where); invalid (it ran, but not as the implementation that
-    was asked for, `error` says why); failed (crashed, `error` says how).
+    `status`: ok; oom (ran out of memory, `error` says where); refused (the implementation does not take what the model
+    or the device asks of it, `error` says what); invalid (it ran, but not as the implementation that was asked for,
+    `error` says why); failed (crashed, `error` says how).
     `memory_source`: allocator (the highest of all steps), or on a CPU profiler (the live tensors of one probed step).
     """
 

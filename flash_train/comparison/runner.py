@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-FINISHED = ("ok", "oom")
+FINISHED = ("ok", "oom", "refused")
 _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 10
 _PR_SET_PDEATHSIG = 1

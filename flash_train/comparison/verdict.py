@@ -16,7 +16,8 @@ NOTICEABLE = 1.05
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """`sentence` opens the report. `notes` are further sentences; `problems` those that a reader must know first.
+    """`sentence` opens the report. `notes` are further sentences; `problems` those that a reader must know first;
+    `refusals` say which arms were left out, and why.
 
     `valid` is False if the runs did not start alike: then the sentence says that, and nothing else can be concluded.
     """
@@ -24,6 +25,7 @@ class Verdict:
     sentence: str
     notes: tuple[str, ...]
     problems: tuple[str, ...]
+    refusals: tuple[str, ...]
     valid: bool
     agreements: tuple[Agreement, ...]
     growth_exponents: dict[str, float | None]
@@ -38,6 +40,7 @@ class Verdict:
             "sentence": self.sentence,
             "notes": list(self.notes),
             "problems": list(self.problems),
+            "refusals": list(self.refusals),
             "valid": self.valid,
             "agreement": judged,
             "limits": {"gradient_ratio": GRADIENT_LIMIT, "loss_ratio": LOSS_LIMIT},
@@ -57,11 +60,15 @@ def conclude(
 
     `micro_batch_tokens`: as many at every length, or None for as many rows. `failures`: problems beside the rows'.
     """
-    arms = list(dict.fromkeys(cell.arm for cell in cells))
+    refused = {cell.arm: cell.error for cell in cells if cell.status == "refused"}
+    every = list(dict.fromkeys(cell.arm for cell in cells))
+    arms = [arm for arm in every if arm not in refused] or every
     subject, reference = _roles(arms)
     unequal = unequal_starts(rows)
     problems = unequal + [f"{row.name} {row.status}: {row.error}" for row in rows if _unusable(row)]
     problems += failures
+    if refused and len(refused) == len(every):
+        problems.append("No arm takes what was asked of it, and nothing was measured.")
     sentence = _headline(cells, reference, subject) + _agreement_clause(agreements, subject)
     exponents = {arm: _exponent(cells, arm) for arm in arms}
     notes = [_judgement(one) for one in agreements]
@@ -79,6 +86,7 @@ def conclude(
         sentence=unequal[0] if unequal else sentence,
         notes=tuple(notes),
         problems=tuple(problems),
+        refusals=tuple(f"{arm} was refused and is left out: {why}." for arm, why in refused.items()),
         valid=not unequal,
         agreements=tuple(agreements),
         growth_exponents=exponents,

@@ -59,6 +59,13 @@ def test_a_refused_run_still_leaves_a_result(command: Command, tmp_path: Path) -
     assert "Traceback" in found["traceback"]
 
 
+def test_what_an_implementation_does_not_take_is_a_refusal_and_no_failure(command: Command, tmp_path: Path) -> None:
+    answer = command(main, *SHORT, "attention=sdpa", "model.attention_dropout=0.1")
+    found = result(tmp_path / "run")
+    assert answer.code == 2 and found["status"] == "refused" and "Traceback" not in answer.err
+    assert found["error"] == "implementation='sdpa' does not take dropout on a CPU; use 'flash' or 'naive'"
+
+
 def test_a_run_that_runs_out_of_memory_ends_with_code_3(
     command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -38,6 +38,9 @@ def behave(how: str, arm: str, length: int, folder: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "hang":
         time.sleep(60)
+    if how == "refused":
+        leave(folder, {"status": "refused", "error": f"{arm!r} does not take a window; use 'flash'"})
+        sys.exit(2)
     if how == "oom":
         leave(folder, {"status": "oom", "error": "out of memory: tried to allocate 3 TiB", "environment": {}})
         sys.exit(3)

@@ -105,6 +105,26 @@ def test_an_arm_that_crashes_is_reported_and_the_others_go_on(flash_compare: Com
     assert statuses == ["ok", "invalid", "ok"]
 
 
+def test_an_arm_that_is_refused_is_tried_once_and_the_others_are_judged(
+    flash_compare: Command, tmp_path: Path, capsys: Any
+):
+    assert flash_compare(*SMALL, "output=out", sdpa="refused") == 0
+    found = results(tmp_path / "out")
+    reason = "sdpa was refused and is left out: 'sdpa' does not take a window; use 'flash'."
+    assert found["verdict"]["refusals"] == [reason] and found["verdict"]["problems"] == []
+    assert [row["status"] for row in found["rows"] if row["arm"] == "sdpa"] == ["refused"] * 3
+    assert len(list(tmp_path.glob("out/runs/sdpa_*"))) == 1
+    assert [(one["arm"], one["agrees"]) for one in found["verdict"]["agreement"]] == [("flash", True)] * 2
+    assert "the losses agree with naive's" in found["verdict"]["sentence"]
+    printed = capsys.readouterr().out
+    assert reason in printed and "sdpa at T=74: refused, as before" in printed
+    assert "sdpa was refused and is left out" in (tmp_path / "out" / "report.html").read_text()
+    assert flash_compare(*SMALL, "output=out", "arms=[sdpa]", "lengths=[37]", sdpa="refused") == 1
+    assert results(tmp_path / "out")["verdict"]["problems"] == [
+        "No arm takes what was asked of it, and nothing was measured."
+    ]
+
+
 def test_a_gradient_check_that_crashes_is_a_problem_and_leaves_the_agreement_open(
     flash_compare: Command, tmp_path: Path
 ):
@@ -227,18 +247,23 @@ def test_a_run_without_the_wandb_logger_does_not_need_wandb():
     assert subprocess.run((sys.executable, "-c", broken), cwd=ROOT).returncode == 0
 
 
-def test_real_children_train_the_same_model_and_are_judged(
+def test_real_children_train_the_same_model_and_are_judged_without_an_arm_that_does_not_take_it(
     flash_compare: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
-    given = ("model=gpt_nano", "arms=[naive,flash]", "lengths=[128]", "data.batch_size=3", "steps=8")
+    given = ("model=gpt_nano", "arms=[naive,sdpa,flash]", "lengths=[128]", "data.batch_size=3", "steps=8")
+    given = (*given, "model.window=[29,null]", "model.sinks=true", "data.separate_documents=true")
     monkeypatch.setattr(sys, "argv", ["flash-compare", *given, "output=out"])
     with pytest.raises(SystemExit) as ending:
         compare.main()
     found = results(tmp_path / "out")
     assert ending.value.code == 0, found["verdict"]["problems"]
-    naive, flash = found["rows"]
+    naive, sdpa, flash = found["rows"]
+    assert (sdpa["status"], sdpa["error"]) == (
+        "refused",
+        "implementation='sdpa' does not take a window; use 'flash' or 'naive'",
+    )
     assert (naive["ran"], flash["ran"], flash["device"]) == ("naive", "tiled", "cpu")
     assert flash["peak_allocated_bytes"] < naive["peak_allocated_bytes"]
     for row in (naive, flash):
@@ -246,9 +271,10 @@ def test_real_children_train_the_same_model_and_are_judged(
         for phase in ("forward", "backward", "optimizer", "validation"):
             assert 0 < row[f"{phase}_peak_allocated_bytes"] <= row["peak_allocated_bytes"]
     (judged,) = found["verdict"]["agreement"]
+    assert judged["arm"] == "flash"
     assert judged["agrees"] is not None and judged["gradient_ratio"] < 2 and 0 < judged["loss_floor"] < 1e-4
     assert judged["loss_difference"] < 1e-4
     runs = offline_runs(tmp_path / "out")
-    assert sorted(run.job_type for run in runs) == ["comparison", "flash", "naive"]
+    assert sorted(run.job_type for run in runs) == ["comparison", "flash", "naive", "sdpa"]
     assert len({run.group for run in runs}) == 1
     assert found["data"] and found["environment"]["torch"]

@@ -45,6 +45,17 @@ def test_documents_reach_every_arm_and_the_truth():
     assert errors["flash"] > 100 * errors["naive"]
 
 
+def test_an_arm_that_does_not_take_the_model_leaves_the_others_their_numbers():
+    def windowed(implementation: str) -> GPT:
+        torch.manual_seed(3)
+        return GPT(
+            vocabulary_size=V, context_length=T, width=24, depth=2, heads=3, window=5, implementation=implementation
+        )
+
+    arms = ("naive", "sdpa", "flash")
+    assert list(gradient_errors(windowed, *batch(), implementations=arms, precision="32-true")) == ["naive", "flash"]
+
+
 def test_the_check_can_fail():
     class Slightly(nn.Module):
         def __init__(self, model: GPT) -> None:
