@@ -43,11 +43,7 @@ class Ending:
 
 
 def run(config: Config, folder: Path, overrides: list[str]) -> int:
-    """Train as `config` says, in `folder`; the exit code. `overrides` go into the checkpoints for `resume_from`.
-
-    A run resumes with the model and the data of its checkpoint, and for at least as many steps: anything else there is
-    refused. Other changes are its user's, and printed.
-    """
+    """Train as `config` says, in `folder`; the exit code. `overrides` go into the checkpoints for `resume_from`."""
     quieten()
     begin = time.monotonic()
     result: dict[str, Any] = {}
@@ -89,6 +85,8 @@ def run(config: Config, folder: Path, overrides: list[str]) -> int:
 def check_resumable(header: CheckpointHeader, config: Config) -> None:
     """Raise ValueError for another model than the checkpoint's, even where its weights would fit (another window, soft
     cap or number of heads), and for fewer steps than it has done.
+
+    Other data is refused by `TokenData`. Any other change, dropout among them, is the user's, and `announce` prints it.
     """
     steps = config["trainer"].get("max_steps", -1)
     if 0 <= steps < header.step:

@@ -12,6 +12,7 @@ from flash_train.comparison.text import human_bytes, human_count, human_ratio
 
 SUBJECT = "flash"
 NOTICEABLE = 1.05
+_NOTHING = ["No arm takes what was asked of it, and nothing was measured."]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,10 +66,8 @@ def conclude(
     arms = [arm for arm in every if arm not in refused] or every
     subject, reference = _roles(arms)
     unequal = unequal_starts(rows)
-    problems = unequal + [f"{row.name} {row.status}: {row.error}" for row in rows if _unusable(row)]
-    problems += failures
-    if refused and len(refused) == len(every):
-        problems.append("No arm takes what was asked of it, and nothing was measured.")
+    problems = unequal + [f"{row.name} {row.status}: {row.error}" for row in rows if _unusable(row)] + [*failures]
+    problems += _NOTHING if refused and len(refused) == len(every) else []
     sentence = _headline(cells, reference, subject) + _agreement_clause(agreements, subject)
     exponents = {arm: _exponent(cells, arm) for arm in arms}
     notes = [_judgement(one) for one in agreements]
