@@ -1,11 +1,9 @@
 """What flash-attention's functions take, checked by the names and in the layouts that they have there."""
 
-import math
-
 import torch
 from torch import Tensor
 
-from flash_train.ops.checks import check_number, check_tensor
+from flash_train.ops.checks import LARGEST, check_number, check_tensor, whole_number
 from flash_train.ops.features import UNBOUNDED, Mask, Score
 
 LAYOUTS = {
@@ -49,8 +47,10 @@ def check_softmax_scale(softmax_scale: float | None) -> None:
     if softmax_scale is None:
         return
     check_number("softmax_scale", softmax_scale)
-    if not 0 < softmax_scale < math.inf:
-        raise ValueError(f"softmax_scale must be positive and finite, got {softmax_scale}; scale q instead")
+    if not 0 < softmax_scale <= LARGEST:
+        raise ValueError(
+            f"softmax_scale must be positive and at most {LARGEST:g}, got {softmax_scale}; scale q instead"
+        )
 
 
 def check_alibi_slopes(alibi_slopes: Tensor | None, B: int | None, H: int) -> None:
@@ -76,22 +76,23 @@ def mask_of(causal: bool, window_size: tuple[int, int]) -> Mask:
         )
     if len(window_size) != 2:
         raise ValueError(f"window_size must be (left, right), got {window_size}; -1 is unbounded")
+    sides: list[int | None] = []
     for side in window_size:
-        if isinstance(side, bool) or not isinstance(side, int):
+        number = whole_number(side)
+        if number is None:
             raise TypeError(
-                f"window_size must hold whole numbers of keys, got {window_size}; -1 is unbounded, where None may be "
-                "meant"
+                f"window_size must hold whole numbers of keys, got {window_size}; -1 is unbounded, not None"
             )
-        if side < -1:
+        if number < -1:
             raise ValueError(f"window_size must hold numbers of keys, got {window_size}; -1 is unbounded")
-    left, right = (None if side == -1 or side >= UNBOUNDED else side for side in window_size)
-    return Mask(causal=bool(causal), window=(left, right))
+        sides.append(None if number == -1 or number >= UNBOUNDED else number)
+    return Mask(causal=bool(causal), window=(sides[0], sides[1]))
 
 
 def score_of(softcap: float, alibi_slopes: Tensor | None) -> Score:
     check_number("softcap", softcap)
-    if not 0 <= softcap < math.inf:
-        raise ValueError(f"softcap must be finite and not negative, got {softcap}; 0.0 leaves the scores alone")
+    if not 0 <= softcap <= LARGEST:
+        raise ValueError(f"softcap must be from 0 to {LARGEST:g}, got {softcap}; 0.0 leaves the scores alone")
     return Score(soft_cap=softcap or None, alibi_slopes=alibi_slopes)
 
 

@@ -102,7 +102,7 @@ def _check_model(model: PreTrainedModel) -> None:
         return
     raise ValueError(
         f"attn_implementation={NAME!r} needs layers that look their attention up by name, and {type(model).__name__} "
-        "has others; use attn_implementation='eager' or 'sdpa', or name the parts of a model that have them: "
+        "has others, or none; use attn_implementation='eager' or 'sdpa', or name the parts of a model that have them: "
         f"attn_implementation={{'text_config': {NAME!r}}}"
     )
 
