@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from flash_train.ops.checks import DTYPES, LARGEST, check_device, check_flag, check_number, check_tensor
+from flash_train.ops.checks import DTYPES, LARGEST, check_attended, check_device, check_flag, check_number, check_tensor
 from flash_train.ops.choice import IMPLEMENTATIONS, Choice, choose_implementation
 from flash_train.ops.derivatives import attend
 from flash_train.ops.documents import Documents
@@ -221,7 +221,7 @@ def _terms(
     implementation: str,
 ) -> Terms:
     """The arguments, checked and flat; a ValueError for what no implementation takes."""
-    _check_tensors(q, k, v)
+    check_attended(q, k, v)
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}")
     if score is not None and not isinstance(score, Score):
@@ -248,46 +248,6 @@ def _terms(
         scale=default_scale(q) if scale is None else float(scale), dropout=dropout, output_dtype=output_dtype,
         deterministic=deterministic, implementation=implementation,
     )  # fmt: skip
-
-
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Of tensors, by `_autocast`."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.layout != torch.strided or x.is_nested:
-            raise ValueError(f"{name} must be dense, got {x.layout}; use .to_dense(), or flash_attention_packed")
-    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
-        raise ValueError(
-            "q, k and v must be [B, H, T, D], [B, G, S, D] and [B, G, S, E], "
-            f"got {list(q.shape)}, {list(k.shape)} and {list(v.shape)}; add the missing dimensions with unsqueeze"
-        )
-    if k.shape[:3] != v.shape[:3] or k.shape[0] != q.shape[0]:
-        raise ValueError(
-            f"k and v must share B, G and S, and q's B: got q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}; "
-            "is one of them laid out as [B, T, H, D]? Then pass .transpose(1, 2)"
-        )
-    if k.shape[3] != q.shape[3]:
-        raise ValueError(
-            f"q and k must have one head size D, got {q.shape[3]} and {k.shape[3]}; pad the smaller one with zeros"
-        )
-    if 0 in (q.shape[1], k.shape[1], q.shape[3], v.shape[3]):
-        raise ValueError(
-            f"heads and head sizes must not be empty, got q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}; "
-            "B, T and S may be"
-        )
-    if q.shape[1] % k.shape[1] != 0:
-        raise ValueError(
-            f"query heads must be a multiple of key heads, got H={q.shape[1]} and G={k.shape[1]}; "
-            "is one of them laid out as [B, T, H, D]? Then pass .transpose(1, 2)"
-        )
-    if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype:
-        raise ValueError(
-            "q, k and v must share one dtype, fp16, bf16, fp32 or float64, "
-            f"got {q.dtype}, {k.dtype} and {v.dtype}; cast them with .to(dtype)"
-        )
-    if not q.device == k.device == v.device:
-        raise ValueError(
-            f"q, k and v must lie on one device, got {q.device}, {k.device} and {v.device}; move them with .to(device)"
-        )
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
