@@ -31,15 +31,14 @@ from torch import Tensor
 
 from flash_train.integrations.flash_attn_checks import (
     check_alibi_slopes,
-    check_dropout_p,
     check_max_seqlen,
     check_q_k_v,
-    check_softmax_scale,
     mask_of,
     score_of,
     unpacked,
 )
 from flash_train.ops.attention import flash_attention_packed, flash_attention_with_lse
+from flash_train.ops.checks import check_dropout, check_scale
 
 
 def flash_attn_func(
@@ -57,8 +56,9 @@ def flash_attn_func(
 ) -> Any:
     """Attention of q [B, T, H, D], k [B, S, G, D], v [B, S, G, E] -> [B, T, H, E]; the module says the rest."""
     check_q_k_v(q, k, v, 4)
-    check_dropout_p(dropout_p)
-    check_softmax_scale(softmax_scale)
+    check_dropout("dropout_p", dropout_p)
+    if softmax_scale is not None:
+        check_scale("softmax_scale", softmax_scale)
     B, T, H, _ = q.shape
     check_alibi_slopes(alibi_slopes, B, H)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -145,8 +145,9 @@ def flash_attn_varlen_func(
     check_max_seqlen("max_seqlen_q", max_seqlen_q)
     check_max_seqlen("max_seqlen_k", max_seqlen_k)
     check_q_k_v(q, k, v, 3)
-    check_dropout_p(dropout_p)
-    check_softmax_scale(softmax_scale)
+    check_dropout("dropout_p", dropout_p)
+    if softmax_scale is not None:
+        check_scale("softmax_scale", softmax_scale)
     check_alibi_slopes(alibi_slopes, None, q.shape[1])
     out, lse = flash_attention_packed(
         q,

@@ -37,22 +37,6 @@ def check_q_k_v(q: Tensor, k: Tensor, v: Tensor, dimensions: int) -> None:
         )
 
 
-def check_dropout_p(dropout_p: float) -> None:
-    check_number("dropout_p", dropout_p)
-    if not 0 <= dropout_p < 1:
-        raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}; dropping everything is a zero output")
-
-
-def check_softmax_scale(softmax_scale: float | None) -> None:
-    if softmax_scale is None:
-        return
-    check_number("softmax_scale", softmax_scale)
-    if not 0 < softmax_scale <= LARGEST:
-        raise ValueError(
-            f"softmax_scale must be positive and at most {LARGEST:g}, got {softmax_scale}; scale q instead"
-        )
-
-
 def check_alibi_slopes(alibi_slopes: Tensor | None, B: int | None, H: int) -> None:
     """[H], or where there is a batch [B, H]."""
     if alibi_slopes is None:

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from flash_train.ops.attention import flash_attention
-from flash_train.ops.checks import check_flag, check_number, check_tensor
+from flash_train.ops.checks import check_dropout, check_flag, check_number, check_tensor
 from flash_train.ops.features import Mask, Score
 
 
@@ -68,9 +68,7 @@ def _check_options(
 ) -> None:
     check_flag("is_causal", is_causal)
     check_flag("enable_gqa", enable_gqa)
-    check_number("dropout_p", dropout_p)
-    if not 0 <= dropout_p < 1:
-        raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}; dropping everything is a zero output")
+    check_dropout("dropout_p", dropout_p)
     if scale is not None:
         check_number("scale", scale)
         if not math.isfinite(scale):

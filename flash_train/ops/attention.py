@@ -3,7 +3,15 @@
 import torch
 from torch import Tensor
 
-from flash_train.ops.checks import DTYPES, LARGEST, check_attended, check_device, check_flag, check_number, check_tensor
+from flash_train.ops.checks import (
+    DTYPES,
+    check_attended,
+    check_device,
+    check_dropout,
+    check_flag,
+    check_scale,
+    check_tensor,
+)
 from flash_train.ops.choice import IMPLEMENTATIONS, Choice, choose_implementation
 from flash_train.ops.derivatives import attend
 from flash_train.ops.documents import Documents
@@ -227,12 +235,8 @@ def _terms(
     if score is not None and not isinstance(score, Score):
         raise TypeError(f"score must be a Score, got {type(score).__name__}; an additive tensor is Score(bias=...)")
     if scale is not None:
-        check_number("scale", scale)
-        if not 0 < scale <= LARGEST:
-            raise ValueError(f"scale must be positive and at most {LARGEST:g}, got {scale}; scale q instead")
-    check_number("dropout", dropout)
-    if not 0 <= dropout < 1:
-        raise ValueError(f"dropout must be in [0, 1), got {dropout}; dropping everything is a zero output")
+        check_scale("scale", scale)
+    check_dropout("dropout", dropout)
     if output_dtype is not None and output_dtype not in DTYPES:
         raise ValueError(f"output_dtype must be fp16, bf16, fp32 or float64, got {output_dtype}; None is the inputs'")
     if output_dtype is not None and torch.promote_types(q.dtype, output_dtype) != output_dtype:

@@ -22,6 +22,18 @@ def check_number(name: str, x: object) -> None:
         raise TypeError(f"{name} must be a number, got {type(x).__name__} {x}; make one with float(...)")
 
 
+def check_dropout(name: str, x: float) -> None:
+    check_number(name, x)
+    if not 0 <= x < 1:
+        raise ValueError(f"{name} must be in [0, 1), got {x}; dropping everything is a zero output")
+
+
+def check_scale(name: str, x: float) -> None:
+    check_number(name, x)
+    if not 0 < x <= LARGEST:
+        raise ValueError(f"{name} must be positive and at most {LARGEST:g}, got {x}; scale q instead")
+
+
 def check_flag(name: str, x: object) -> None:
     if not isinstance(x, bool):
         raise TypeError(f"{name} must be True or False, got {type(x).__name__} {x}; make one with bool(...)")

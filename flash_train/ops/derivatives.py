@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from flash_train.ops.batching import fold_batch
-from flash_train.ops.features import Terms
+from flash_train.ops.features import TENSORS, Terms
 from flash_train.ops.library import attention, attention_backward, attention_double_backward, below_autograd, register
 
 
@@ -44,21 +44,19 @@ def _autograd(operator: Callable[..., Any], *args: Any) -> Any:
     return below_autograd(operator, *args)
 
 
-_TENSORS = slice(Terms._fields.index("bias"), Terms._fields.index("left"))
-"""Where `Terms` has its tensors."""
 _BIAS, _SINKS = Terms._fields.index("bias"), Terms._fields.index("sinks")
 
 
 def _save(ctx: Any, tensors: tuple[Tensor | None, ...], terms: Terms) -> None:
-    ctx.save_for_backward(*tensors, *terms[_TENSORS])
-    ctx.options = terms[: _TENSORS.start], terms[_TENSORS.stop :]
+    ctx.save_for_backward(*tensors, *terms[TENSORS])
+    ctx.options = terms[: TENSORS.start], terms[TENSORS.stop :]
     ctx.set_materialize_grads(False)  # an unused log-sum-exp costs no gradient of zeros
 
 
 def _saved(ctx: Any) -> tuple[tuple[Any, ...], Terms]:
     """(tensors, terms) as they were saved."""
     saved = ctx.saved_tensors  # once: activation checkpointing gives each of them out a single time
-    count = len(saved) - (_TENSORS.stop - _TENSORS.start)
+    count = len(saved) - (TENSORS.stop - TENSORS.start)
     before, after = ctx.options
     return saved[:count], Terms(*before, *saved[count:], *after)
 

@@ -67,7 +67,7 @@ class Documents:
                     f"{name} must be [N + 1] offsets, int32 or int64, got {list(x.shape)} of {x.dtype}; "
                     "of lengths, it is torch.nn.functional.pad(lengths.cumsum(0), (1, 0))"
                 )
-            if _can_be_read(x) and not _rises_from_zero(x, total):
+            if _is_there(x, "cpu") and not _rises_from_zero(x, total):
                 raise ValueError(
                     f"{name} must rise from 0 to at most the number of rows, {total}, got {x.tolist()}; "
                     "of lengths, it is torch.nn.functional.pad(lengths.cumsum(0), (1, 0))"
@@ -78,7 +78,11 @@ class Documents:
                 f"{list(cu_seqlens_q.shape)} on {cu_seqlens_q.device} and {list(cu_seqlens_k.shape)} on "
                 f"{cu_seqlens_k.device}; a document without keys (or queries) still has its entry"
             )
-        if _on_a_gpu_at_once(cu_seqlens_q):
+        if (
+            _is_there(cu_seqlens_q, "cuda")
+            and torch._C._len_torch_dispatch_stack() == 0
+            and triton_obstacle(cu_seqlens_q.device) is None
+        ):
             from flash_train.ops.kernels.documents import packed_documents
 
             return cls(*packed_documents(cu_seqlens_q, cu_seqlens_k, total_q, total_k))
@@ -104,22 +108,10 @@ def _packed(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, total_q: int, total_k: i
     return bounds, number_q.int().unsqueeze(0), number_k.int().unsqueeze(0)
 
 
-def _on_a_gpu_at_once(x: Tensor) -> bool:
-    """Whether a kernel may be started for it: it is there, and nobody traces, transforms or watches."""
+def _is_there(x: Tensor, device: str) -> bool:
+    """Whether its numbers lie on the device now: no meta, fake, traced or vmapped tensor's do."""
     return (
-        x.device.type == "cuda"
-        and type(x) is Tensor
-        and not torch.compiler.is_compiling()
-        and not torch._C._are_functorch_transforms_active()
-        and torch._C._len_torch_dispatch_stack() == 0
-        and triton_obstacle(x.device) is None
-    )
-
-
-def _can_be_read(x: Tensor) -> bool:
-    """Whether its numbers are there, and cost no wait: no GPU's, no meta, fake, traced or vmapped tensor's."""
-    return (
-        x.device.type == "cpu"
+        x.device.type == device
         and type(x) is Tensor
         and not torch.compiler.is_compiling()
         and not torch._C._are_functorch_transforms_active()

@@ -135,6 +135,8 @@ class Terms(NamedTuple):
     implementation: str = "flash"
 
 
+TENSORS = slice(Terms._fields.index("bias"), Terms._fields.index("left"))
+"""Where `Terms` has its tensors."""
 SCHEMA = (
     "float scale, Tensor? bias, Tensor? allowed, Tensor? alibi_slopes, Tensor? sinks, Tensor? seed, Tensor? bounds, "
     "Tensor? query_document, Tensor? key_document, SymInt left, SymInt right, bool top_left, float soft_cap, "
@@ -144,7 +146,18 @@ SCHEMA = (
 NO_MASK, NO_SCORE = Mask(), Score()
 
 
-def flatten(q: Tensor, k: Tensor, mask: Mask, score: Score, *, scale: float, dropout: float, **rest: object) -> Terms:
+def flatten(
+    q: Tensor,
+    k: Tensor,
+    mask: Mask,
+    score: Score,
+    *,
+    scale: float,
+    dropout: float,
+    output_dtype: torch.dtype | None = None,
+    deterministic: bool = False,
+    implementation: str = "flash",
+) -> Terms:
     """The records as `Terms`, their shapes and devices checked against q [B, H, T, D] and k [B, G, S, D].
 
     With dropout, a seed is drawn by torch's generator of q's device.
@@ -171,7 +184,9 @@ def flatten(q: Tensor, k: Tensor, mask: Mask, score: Score, *, scale: float, dro
         top_left=mask.alignment == "top_left",
         soft_cap=0.0 if score.soft_cap is None else float(score.soft_cap),
         dropout=float(dropout),
-        **rest,  # pyright: ignore[reportArgumentType]
+        output_dtype=output_dtype,
+        deterministic=deterministic,
+        implementation=implementation,
     )
 
 

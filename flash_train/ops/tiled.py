@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flash_train.ops.dropout import STEP_KEY, STEP_QUERY, kept, keys
+from flash_train.ops.dropout import keep_mask
 from flash_train.ops.features import SEED_STEP, Rows, Terms, rows_of
 from flash_train.ops.reference import State, finish, first_state
 
@@ -147,30 +147,22 @@ class Part(NamedTuple):
 def parts(q: Tensor, k: Tensor, terms: Terms) -> Iterator[Part]:
     """The batch as it is, or its documents one by one; their bounds are read on the host."""
     nobody = 0 in (*q.shape, *k.shape)  # sees anything: there is no need to read the bounds
+    alone = terms._replace(bounds=None, query_document=None, key_document=None)
     if terms.bounds is None or terms.query_document is None or nobody:
-        alone = terms._replace(bounds=None, query_document=None, key_document=None)
         yield Part(slice(None), slice(0, q.shape[2]), slice(0, k.shape[2]), alone)
         return
     bounds = terms.bounds.tolist()
     for b, numbers in enumerate(terms.query_document.tolist()):
         for number in sorted(set(numbers)):
             first_query, end_query, first_key, end_key = bounds[number]
-            batch, rows, columns = (
-                slice(b, b + 1),
-                slice(first_query, end_query),
-                slice(first_key, max(end_key, first_key)),
-            )
-            own = {
-                name: x[batch] if x is not None and x.shape[0] > 1 else x
-                for name, x in (("alibi_slopes", terms.alibi_slopes), ("sinks", terms.sinks), ("seed", terms.seed))
-            }
-            own |= dict.fromkeys(("bounds", "query_document", "key_document"))
-            for name in ("bias", "allowed"):
-                x = getattr(terms, name)
-                own[name] = None if x is None else cut(x, batch, rows, columns)
-            if own["seed"] is not None:
-                own["seed"] = own["seed"] + torch.tensor(number) * SEED_STEP  # which wraps at 64 bits
-            yield Part(batch, rows, columns, terms._replace(**own))
+            batch, rows = slice(b, b + 1), slice(first_query, end_query)
+            columns = slice(first_key, max(end_key, first_key))
+            bias, allowed = (x if x is None else cut(x, batch, rows, columns) for x in (terms.bias, terms.allowed))
+            slopes, sinks, seed = (x if x is None else x[batch] for x in (terms.alibi_slopes, terms.sinks, terms.seed))
+            if seed is not None:
+                seed = seed + torch.tensor(number) * SEED_STEP  # which wraps at 64 bits
+            own = alone._replace(bias=bias, allowed=allowed, alibi_slopes=slopes, sinks=sinks, seed=seed)
+            yield Part(batch, rows, columns, own)
 
 
 def cut(x: Tensor, batch: slice, rows: slice, columns: slice) -> Tensor:
@@ -259,11 +251,7 @@ class _Walk:
         """Boolean, in the scores' shape: what dropout leaves, or None without it."""
         if self.terms.seed is None:
             return None
-        seed, heads = self.terms.seed[:, None, None], torch.arange(self.H, device=self.device)[:, None]
-        t, s = (torch.arange(x.start, x.stop, device=self.device) for x in (rows, columns))
-        q, k = keys(seed, heads, t, STEP_QUERY), keys(seed, heads, s, STEP_KEY)
-        keep = kept(q.unsqueeze(-1), k.unsqueeze(-2), self.terms.dropout)
-        return self.rows(keep)
+        return self.rows(keep_mask(self.terms, self.H, self.T, self.S, rows, columns))
 
 
 def compute_dtype(q: Tensor) -> torch.dtype:

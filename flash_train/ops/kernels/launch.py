@@ -14,7 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flash_train.ops.choice import interpreting
 from flash_train.ops.dropout import threshold
-from flash_train.ops.features import UNBOUNDED, Terms
+from flash_train.ops.features import TENSORS, UNBOUNDED, Terms
 from flash_train.ops.kernels.tables import Launch, lookup, smaller
 from flash_train.ops.kernels.tiles import HAS_ALLOWED, HAS_BIAS, HAS_SINKS, HAS_SLOPES, TOP_LEFT, Constants
 
@@ -129,10 +129,10 @@ _FITTING: dict[tuple[Any, ...], Launch] = {}
 
 def _extras(terms: Terms, whole: tuple[int, ...], stand_in: Tensor, head_stride: int) -> tuple[Any, ...]:
     """The kernels' arguments from `bias` on; for a tensor that the call lacks, `stand_in` in the type it would have."""
-    bias, allowed = (x if x is None else near_rows(x) for x in (terms.bias, terms.allowed))
     nowhere = (0, 0, 0, 0)
-    if _flags(terms) <= TOP_LEFT.value and terms.seed is None and terms.bounds is None:
+    if all(x is None for x in terms[TENSORS]):
         return stand_in, nowhere, stand_in, nowhere, *(stand_in,) * 6
+    bias, allowed = (x if x is None else near_rows(x) for x in (terms.bias, terms.allowed))
     octets = stand_in if bias is None and allowed is None else stand_in.view(torch.uint8)
     slopes, sinks = (x if x is None or head_stride == 0 else x.contiguous() for x in (terms.alibi_slopes, terms.sinks))
     rest = slopes, sinks, *(x if x is None else x.contiguous() for x in terms[_SEED_TO_DOCUMENTS])
