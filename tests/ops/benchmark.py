@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from triton.testing import do_bench, do_bench_cudagraph
 
-from flash_train.ops.attention import Documents, Mask, Score, flash_attention
+from flash_train.ops.attention import Documents, Mask, Score, flash_attention, flash_attention_packed
 from tests.ops.errors import relative_error
 
 NAMES = ("flash", "sdpa", "sdpa_cudnn")
@@ -85,8 +85,9 @@ def shapes() -> None:
 
 
 def long_sequences(T: int = 16384, part: int = 1024) -> None:
-    print(f"T{T}, ms forward (replayed from a CUDA graph) / backward, and how many times as fast as causal")
+    print(f"T{T}, ms forward, replayed from a CUDA graph / forward / backward, and how many times as fast as causal")
     documents = Documents.from_ids((torch.arange(T, device="cuda") // part)[None])
+    ends = torch.arange(0, T + 1, part, device="cuda", dtype=torch.int32)
     masks = {
         "causal": Mask(causal=True),
         f"window of {part}": Mask(causal=True, window=(part - 1, 0)),
@@ -94,17 +95,25 @@ def long_sequences(T: int = 16384, part: int = 1024) -> None:
     }
     for D, H in ((128, 16), (64, 32)):
         leaves, do = inputs(1, H, T, D)
-        whole: tuple[float, float] | None = None
-        for name, mask in masks.items():
+        packed = [x.detach()[0].transpose(0, 1).requires_grad_() for x in leaves]
+        timed: dict[str, tuple[Callable[[], Tensor], list[Tensor], Tensor]] = {
+            name: (lambda mask=mask, leaves=leaves: flash_attention(*leaves, mask=mask), leaves, do)
+            for name, mask in masks.items()
+        }
+        timed[f"packed documents of {part}"] = (
+            lambda packed=packed: flash_attention_packed(*packed, ends, ends, causal=True)[0],
+            packed,
+            do[0].transpose(0, 1),
+        )
+        whole: list[float] = []
+        for name, (forward, wanted, gradient) in timed.items():
             with torch.no_grad():
-                replay = do_bench_cudagraph(
-                    lambda mask=mask, leaves=leaves: flash_attention(*leaves, mask=mask), rep=50
-                )
+                replay = do_bench_cudagraph(forward, rep=50)
             assert isinstance(replay, float)
-            times = replay, milliseconds(backward(flash_attention(*leaves, mask=mask), leaves, do))
+            times = [replay, milliseconds(forward), milliseconds(backward(forward(), wanted, gradient))]
             whole = whole or times
             ratios = " / ".join(f"{a / b:.1f}" for a, b in zip(whole, times, strict=True))
-            print(f"D{D} H{H} {name}: {times[0]:.3f} / {times[1]:.3f}, {ratios}", flush=True)
+            print(f"D{D} H{H} {name}:", " / ".join(f"{x:.3f}" for x in times) + f", {ratios}", flush=True)
 
 
 def features(B: int = 2, H: int = 16, T: int = 8192, D: int = 128) -> None:

@@ -21,23 +21,28 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from flash_train.ops import choice
 from flash_train.ops.features import UNBOUNDED, Terms
+from flash_train.ops.kernels import launch as launch_module
 from flash_train.ops.kernels.backward import dkdv_kernel, dq_kernel
 from flash_train.ops.kernels.bias import bias_kernel
 from flash_train.ops.kernels.forward import forward_kernel
 from flash_train.ops.kernels.launch import block_size, compiled_features
 from flash_train.ops.kernels.tables import DIRECTIONS, Launch, lookup, smaller
-from flash_train.ops.kernels.tiles import Constants, Numbers
+from flash_train.ops.kernels.tiles import ALIGNMENT_TOLD, Constants, Numbers
+from tests.ops.cases import inputs
+from tests.ops.errors import results
+from tests.ops.sweep_cases import TOGETHER, generate, names
 
 KERNELS = {"forward": forward_kernel, "dkdv": dkdv_kernel, "dq": dq_kernel, "bias": bias_kernel}
-# the launch table's name, the compiler's target, whether there is a copy engine
+# the launch table's name, the compiler's target, how tiles are read
 ARCHITECTURES = {
-    "sm_80": ("sm_80", GPUTarget("cuda", 80, 32), False),
-    "sm_89": ("sm_86", GPUTarget("cuda", 89, 32), False),
-    "sm_90": ("sm_90", GPUTarget("cuda", 90, 32), True),
-    "sm_100": ("sm_100", GPUTarget("cuda", 100, 32), True),
-    "sm_120": ("sm_86", GPUTarget("cuda", 120, 32), False),
-    "gfx942": ("gfx942", GPUTarget("hip", "gfx942", 64), False),
+    "sm_80": ("sm_80", GPUTarget("cuda", 80, 32), "vectors"),
+    "sm_89": ("sm_86", GPUTarget("cuda", 89, 32), "vectors"),
+    "sm_90": ("sm_90", GPUTarget("cuda", 90, 32), "descriptors"),
+    "sm_100": ("sm_100", GPUTarget("cuda", 100, 32), "descriptors"),
+    "sm_120": ("sm_86", GPUTarget("cuda", 120, 32), "vectors"),
+    "gfx942": ("gfx942", GPUTarget("hip", "gfx942", 64), "vectors"),
 }
 # bytes of stack a thread, Triton 3.7.1 (another version allots registers otherwise); (64, 64, 4, 2) was the fastest on
 # an H200 in spite of them
@@ -55,15 +60,14 @@ EVERYTHING = Terms(1.0, bias=TENSOR, seed=TENSOR, bounds=TENSOR, soft_cap=1.0)
 MASKS = [Terms(1.0), CAUSAL, Terms(1.0, left=5), Terms(1.0, bounds=TENSOR)]
 
 
-def compiled(kernel_name: str, size: int, launch: Launch, target: GPUTarget, dtype: str, descriptor: bool,
-             terms: Terms = CAUSAL):  # fmt: skip
-    """The kernel at this head size, strides divisible by 16."""
+def compiled(kernel_name: str, size: int, launch: Launch, target: GPUTarget, dtype: str, access: str,
+             terms: Terms = CAUSAL, dense: int = 0):  # fmt: skip
+    """The kernel at this head size, its addresses divisible by 16."""
     kernel = KERNELS[kernel_name]
     width = block_size(size)
-    constants = Constants(size, size, launch.block_t, launch.block_s, width, width, *compiled_features(terms, 64),
-                          descriptor, "ieee", False)  # fmt: skip
+    constants = Constants(size, size, launch.block_t, launch.block_s, width, width, *compiled_features(terms, dense),
+                          access, "ieee", False)  # fmt: skip
     rows = dict(q=launch.block_t, do=launch.block_t, k=launch.block_s, v=launch.block_s)
-    strides = ("i32", "i32", "i32", "constexpr")
     types = dict(
         **dict.fromkeys(("scale", "soft_cap", "keep_scale"), "fp32"),
         **dict.fromkeys(("lse", "delta", "dbias", "bias", "slopes", "sinks"), "*fp32"),
@@ -78,12 +82,13 @@ def compiled(kernel_name: str, size: int, launch: Launch, target: GPUTarget, dty
         signature[name] = types.get(name, "i32")
         if name in fixed:
             signature[name], values[index,] = "constexpr", fixed[name]
+        elif name.endswith("_strides") and access == "descriptors" and name.removesuffix("_strides") in rows:
+            signature[name], values[index,] = "constexpr", None
         elif name.endswith("_strides"):
-            signature[name], values[index, 3] = strides, 1
-            attributes |= {(index, dimension): [["tt.divisibility", 16]] for dimension in range(3)}
-        elif name in rows and descriptor:
+            signature[name] = ("i32",) * 4
+        elif name in rows and access == "descriptors":
             signature[name] = f"tensordesc<{dtype}[1, 1, {rows[name]}, {width}]>"
-        elif signature[name].startswith("*"):
+        elif signature[name].startswith("*") and name not in ALIGNMENT_TOLD:
             attributes[index,] = [["tt.divisibility", 16]]
     options = dict(num_warps=launch.warps, num_stages=launch.stages, enable_fp_fusion=True)
     return triton.compile(ASTSource(kernel, signature, values, attributes), target=target, options=options)
@@ -105,12 +110,12 @@ def stack_bytes(kernel) -> int:
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_half_precision_compiles_and_fits(name, direction, size):
-    row, target, descriptor = ARCHITECTURES[name]
-    kernel = compiled(direction, size, lookup(row, direction, 2, size), target, "bf16", descriptor)
+    row, target, access = ARCHITECTURES[name]
+    kernel = compiled(direction, size, lookup(row, direction, 2, size), target, "bf16", access)
     assert kernel.metadata.shared <= SHARED_KIB[name] * 1024
     if name in ("sm_80", "sm_90") and triton.__version__ == "3.7.1":
         assert stack_bytes(kernel) <= STACK.get((name, direction, size), 0)
-    if descriptor:
+    if access == "descriptors":
         assert "cp.async.bulk.tensor" in kernel.asm["ptx"], "the tiles do not travel by the copy engine"
 
 
@@ -118,7 +123,7 @@ def test_half_precision_compiles_and_fits(name, direction, size):
 @pytest.mark.parametrize("name", ["sm_80", "sm_90"])
 def test_fp32_compiles_and_multiplies_without_tf32(name, direction):
     row, target, _ = ARCHITECTURES[name]
-    kernel = compiled(direction, 64, lookup(row, direction, 4, 64), target, "fp32", False)
+    kernel = compiled(direction, 64, lookup(row, direction, 4, 64), target, "fp32", "vectors")
     assert kernel.metadata.shared <= SHARED_KIB[name] * 1024
     assert "tf32" not in kernel.asm["ptx"]
 
@@ -126,20 +131,22 @@ def test_fp32_compiles_and_multiplies_without_tf32(name, direction):
 @pytest.mark.parametrize("kernel_name", KERNELS)
 @pytest.mark.parametrize("name", ["sm_80", "sm_90", "sm_120", "gfx942"])  # the compiler's four ways
 def test_every_feature_at_once_compiles_and_fits_if_need_be_in_a_smaller_tile(name, kernel_name):
-    row, target, descriptor = ARCHITECTURES[name]
+    row, target, access = ARCHITECTURES[name]
     launch = lookup(row, "dq" if kernel_name == "bias" else kernel_name, 2, 128)
     shared = []
     while launch and len(shared) < 4:
-        kernel = compiled(kernel_name, 128, launch, target, "bf16", descriptor and kernel_name != "bias", EVERYTHING)
+        how = access if kernel_name != "bias" else "vectors"
+        kernel = compiled(kernel_name, 128, launch, target, "bf16", how, EVERYTHING, 16)
         shared.append(kernel.metadata.shared)
         launch = None if shared[-1] <= SHARED_KIB[name] * 1024 else smaller(launch)
     assert shared[-1] <= SHARED_KIB[name] * 1024, f"bytes of shared memory, by tile: {shared}"
 
 
-@pytest.mark.parametrize("terms", MASKS, ids=lambda terms: compiled_features(terms, 64)[0])
+@pytest.mark.parametrize("terms", MASKS, ids=lambda terms: compiled_features(terms, 0)[0])
 def test_every_kind_of_mask_compiles(terms):
     for direction in DIRECTIONS:
-        compiled(direction, 64, lookup("sm_90", direction, 2, 64), ARCHITECTURES["sm_90"][1], "bf16", True, terms)
+        row, target, access = ARCHITECTURES["sm_90"]
+        compiled(direction, 64, lookup(row, direction, 2, 64), target, "bf16", access, terms)
 
 
 def test_at_most_64_variants_stand_behind_all_features():
@@ -148,10 +155,53 @@ def test_at_most_64_variants_stand_behind_all_features():
         seed=(None, TENSOR), bounds=(None, TENSOR), left=(UNBOUNDED, 5), right=(UNBOUNDED, 0, 5),
         top_left=(False, True), soft_cap=(0.0, 5.0), deterministic=(False, True),
     )  # fmt: skip
-    all_terms = (Terms(1.0, **dict(zip(choices, x, strict=True))) for x in itertools.product(*choices.values()))
-    variants = {(compiled_features(terms, S), descriptor) for terms in all_terms for S in (64, 65)
-                for descriptor in (False, True)}  # fmt: skip
-    assert len(variants) == 56
+    all_terms = [Terms(1.0, **dict(zip(choices, x, strict=True))) for x in itertools.product(*choices.values())]
+    features = {
+        compiled_features(terms, dense)
+        for terms in all_terms
+        for dense in ((0,) if terms.bias is None and terms.allowed is None else (1, 16))
+    }
+    ways = 2  # to read the tiles: any strides, or whole vectors, which is the copy engine's where there is one
+    assert len(features) * ways == 56
+
+
+class NoDriver:
+    """In place of Triton's: it has an architecture and no device."""
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+
+@pytest.fixture
+def wanted(monkeypatch):
+    """(kernel, types, constants) -> what else Triton would compile it for, where nothing is compiled or launched."""
+    kernels: dict[Any, set[str]] = {}
+
+    def note(*, fn: Any, compile: Any, **_: object) -> bool:
+        key = fn.name, str(compile["signature"]), str(compile["constants"])
+        kernels.setdefault(key, set()).add(str(compile["configs"]))
+        return True
+
+    monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", note)
+    monkeypatch.setattr(launch_module, "architecture", lambda device: "sm_90")
+    monkeypatch.setattr(launch_module, "_has_copy_engine", lambda device: True)
+    monkeypatch.setattr(choice, "_triton_obstacle", lambda q, v, asked_by_name: None)
+    monkeypatch.setattr(triton.runtime.driver, "_active", NoDriver())
+    return kernels
+
+
+def test_lengths_strides_addresses_and_values_share_a_kernel(wanted):
+    cases = [generate(name) for name in names("full", 0, 10 * TOGETHER)]
+    for case, dtype, seed in cases:
+        results(inputs(case, dtype, "cpu", seed), implementation="triton")
+    assert {name for name, _, _ in wanted} == {f"{name}_kernel" for name in ("delta", *KERNELS)}
+    assert [key for key, others in wanted.items() if len(others) > 1] == []
 
 
 @pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)

@@ -18,6 +18,7 @@ from flash_train.ops.kernels.launch import Call, block_size, blocks, describe, e
 from flash_train.ops.kernels.scores import drop, key_keys, log2_unit, modify, place_of, queries_of, query_keys
 from flash_train.ops.kernels.tables import Launch
 from flash_train.ops.kernels.tiles import (
+    ALIGNMENT_TOLD,
     NOT_SPECIALIZED,
     Constants,
     Extras,
@@ -42,9 +43,9 @@ DELTA = Launch(block_t=64, block_s=0, warps=4, stages=1)
 """`delta_kernel` reads each element once."""
 
 
-@triton.jit(do_not_specialize=["H", "T", "dl_b", "dl_h", "dl_t"])
-def delta_kernel(grad_output, output, grad_lse, delta, do_strides, o_strides, dl_b, dl_h, dl_t, H, T,
-                 E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
+@triton.jit(do_not_specialize=["H", "T", "dl_b", "dl_h", "dl_t"], do_not_specialize_on_alignment=["do", "output"])
+def delta_kernel(do, output, grad_lse, delta, do_strides, o_strides, dl_b, dl_h, dl_t, H, T,
+                 E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, ACCESS: tl.constexpr,
                  HAS_GRAD_LSE: tl.constexpr):  # fmt: skip
     """delta = rowsum(dO * O) - dL, [B, H, T] fp32: one program, BLOCK_T rows of one head."""
     blocks = tl.cdiv(T, BLOCK_T)
@@ -53,9 +54,9 @@ def delta_kernel(grad_output, output, grad_lse, delta, do_strides, o_strides, dl
     b = head // H
     h = head - b * H
     rows = first + tl.arange(0, BLOCK_T)
-    do = load_tile(grad_output, do_strides, b, h, first, T, E, BLOCK_T, BLOCK_E, False, False).to(tl.float32)
-    o = load_tile(output, o_strides, b, h, first, T, E, BLOCK_T, BLOCK_E, False, False).to(tl.float32)
-    row = tl.sum(do * o, 1)
+    grad = load_tile(do, do_strides, b, h, first, T, E, BLOCK_T, BLOCK_E, ACCESS, False).to(tl.float32)
+    o = load_tile(output, o_strides, b, h, first, T, E, BLOCK_T, BLOCK_E, ACCESS, False).to(tl.float32)
+    row = tl.sum(grad * o, 1)
     if HAS_GRAD_LSE:
         pointers = grad_lse + b.to(tl.int64) * dl_b + h.to(tl.int64) * dl_h
         row -= tl.load(pointers + rows.to(tl.int64) * dl_t, mask=rows < T, other=0.0)
@@ -72,7 +73,7 @@ def _fold_queries(dk, dv, k_tile, v_tile, first_key, keys, q, do, lse, delta, q_
     for first in tl.range(start, end, c.BLOCK_T):
         t = first + tl.arange(0, c.BLOCK_T)
         rows = t[None, :]
-        q_tile = load_tile(q, q_strides, at.b, at.h, first, span.end_query, c.D, c.BLOCK_T, c.BLOCK_D, c.DESCRIPTOR,
+        q_tile = load_tile(q, q_strides, at.b, at.h, first, span.end_query, c.D, c.BLOCK_T, c.BLOCK_D, c.ACCESS,
                            CUT)  # fmt: skip
         L, delta_rows = row_numbers(lse, delta, at.head, t, span.end_query, n)
         s = multiply(k_tile, q_tile.T, c)  # [BLOCK_S, BLOCK_T]
@@ -81,7 +82,7 @@ def _fold_queries(dk, dv, k_tile, v_tile, first_key, keys, q, do, lse, delta, q_
         if MASKED:
             low, high = visible_keys(rows, span, n, c)
             p = tl.where(is_seen(keys, low, high, c), p, 0.0)
-        do_tile = load_tile(do, do_strides, at.b, at.h, first, span.end_query, c.E, c.BLOCK_T, c.BLOCK_E, c.DESCRIPTOR,
+        do_tile = load_tile(do, do_strides, at.b, at.h, first, span.end_query, c.E, c.BLOCK_T, c.BLOCK_E, c.ACCESS,
                             CUT)  # fmt: skip
         query_bits = query_keys(at.base, rows, span, c)
         dv = multiply_add(drop(p, query_bits, key_bits, n, c).to(do_tile.dtype), do_tile, dv, c)  # [BLOCK_S, BLOCK_E]
@@ -94,8 +95,7 @@ def _fold_queries(dk, dv, k_tile, v_tile, first_key, keys, q, do, lse, delta, q_
 
 
 @triton.jit
-def _gather(k_tile, v_tile, q, do, lse, delta, dk, dv, q_strides, do_strides, dk_strides, dv_strides, b, g, first,
-            span, n, x, c):  # fmt: skip
+def _gather(k_tile, v_tile, q, do, lse, delta, dk, dv, q_strides, do_strides, b, g, first, span, n, x, c):
     """One tile of keys against all queries of the span that see it; writes the keys that belong to the span."""
     keys = (first + tl.arange(0, c.BLOCK_S))[:, None]
     start, full, full_end, end = query_tiles(first, span, n, c)
@@ -115,48 +115,46 @@ def _gather(k_tile, v_tile, q, do, lse, delta, dk, dv, q_strides, do_strides, dk
                                                True)  # fmt: skip
     if c.DROPOUT:
         dv_acc *= n.keep_scale
-    store_tile(dk, dk_strides, b, g, first, span.first_key, span.end_key, dk_acc * n.scale, c.D, c.BLOCK_S, c.BLOCK_D)
-    store_tile(dv, dv_strides, b, g, first, span.first_key, span.end_key, dv_acc, c.E, c.BLOCK_S, c.BLOCK_E)
+    row = (b.to(tl.int64) * n.G + g) * n.S  # of [B, G, S, D] and [B, G, S, E]
+    dk_acc *= n.scale
+    store_tile(dk, row * c.D, c.D, first, span.first_key, span.end_key, dk_acc, c.D, c.BLOCK_S, c.BLOCK_D)
+    store_tile(dv, row * c.E, c.E, first, span.first_key, span.end_key, dv_acc, c.E, c.BLOCK_S, c.BLOCK_E)
 
 
 @triton.jit
-def _dkdv_program(q, k, v, do, lse, delta, dk, dv, q_strides, k_strides, v_strides, do_strides, dk_strides,
-                  dv_strides, n, x, c):  # fmt: skip
+def _dkdv_program(q, k, v, do, lse, delta, dk, dv, q_strides, k_strides, v_strides, do_strides, n, x, c):
     """One program: BLOCK_S keys of one key head against every query that sees them, of all the group's heads."""
     block, key_head = locate(tl.cdiv(n.S, c.BLOCK_S), n.heads, False)  # causal: the first keys have most rows
     b = key_head // n.G
     g = key_head - b * n.G
     first = block * c.BLOCK_S
-    k_tile = load_tile(k, k_strides, b, g, first, n.S, c.D, c.BLOCK_S, c.BLOCK_D, c.DESCRIPTOR, False)
-    v_tile = load_tile(v, v_strides, b, g, first, n.S, c.E, c.BLOCK_S, c.BLOCK_E, c.DESCRIPTOR, False)
+    k_tile = load_tile(k, k_strides, b, g, first, n.S, c.D, c.BLOCK_S, c.BLOCK_D, c.ACCESS, False)
+    v_tile = load_tile(v, v_strides, b, g, first, n.S, c.E, c.BLOCK_S, c.BLOCK_E, c.ACCESS, False)
     if c.MASK == "documents":
         number, end = documents_of(x.key_document, b, first, n.S, c.BLOCK_S)
         for document in tl.range(number, end):
-            _gather(k_tile, v_tile, q, do, lse, delta, dk, dv, q_strides, do_strides, dk_strides, dv_strides, b, g,
-                    first, span_of(document, n, x), n, x, c)  # fmt: skip
+            _gather(k_tile, v_tile, q, do, lse, delta, dk, dv, q_strides, do_strides, b, g, first,
+                    span_of(document, n, x), n, x, c)  # fmt: skip
     else:
-        _gather(k_tile, v_tile, q, do, lse, delta, dk, dv, q_strides, do_strides, dk_strides, dv_strides, b, g, first,
-                whole(n), n, x, c)  # fmt: skip
+        _gather(k_tile, v_tile, q, do, lse, delta, dk, dv, q_strides, do_strides, b, g, first, whole(n), n, x, c)
 
 
-@triton.jit(do_not_specialize=NOT_SPECIALIZED)
-def dkdv_kernel(q, k, v, do, lse, delta, dk, dv, q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides,
-                bias, bias_strides, allowed, allowed_strides, slopes, sinks, seed, bounds, query_document,
-                key_document, heads, H, G, T, S, left, right, shift, head_stride, flags, scale, soft_cap, keep_scale,
-                threshold, D: tl.constexpr, E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
-                BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, MASK: tl.constexpr, MODIFIED: tl.constexpr,
-                SOFT_CAP: tl.constexpr, DENSE: tl.constexpr, DROPOUT: tl.constexpr, DESCRIPTOR: tl.constexpr,
-                PRECISION: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=NOT_SPECIALIZED, do_not_specialize_on_alignment=ALIGNMENT_TOLD)
+def dkdv_kernel(q, k, v, do, lse, delta, dk, dv, q_strides, k_strides, v_strides, do_strides, bias, bias_strides,
+                allowed, allowed_strides, slopes, sinks, seed, bounds, query_document, key_document, heads, H, G, T,
+                S, left, right, shift, head_stride, flags, scale, soft_cap, keep_scale, threshold, D: tl.constexpr,
+                E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+                BLOCK_E: tl.constexpr, MASK: tl.constexpr, MODIFIED: tl.constexpr, SOFT_CAP: tl.constexpr,
+                DENSE: tl.constexpr, DROPOUT: tl.constexpr, ACCESS: tl.constexpr, PRECISION: tl.constexpr,
+                UPCAST: tl.constexpr):  # fmt: skip
     """`_dkdv_program`, its arguments flat."""
-    _dkdv_program(q, k, v, do, lse, delta, dk, dv, q_strides, k_strides, v_strides, do_strides, dk_strides,
-                  dv_strides,
+    _dkdv_program(q, k, v, do, lse, delta, dk, dv, q_strides, k_strides, v_strides, do_strides,
                   Numbers(heads, H, G, T, S, left, right, shift, head_stride, flags, scale, soft_cap, keep_scale,
                           threshold),
-                  Extras(bias, bias_strides[0], bias_strides[1], bias_strides[2], bias_strides[3], allowed,
-                         allowed_strides[0], allowed_strides[1], allowed_strides[2], allowed_strides[3], slopes,
-                         sinks, seed, bounds, query_document, key_document),
+                  Extras(bias, bias_strides, allowed, allowed_strides, slopes, sinks, seed, bounds, query_document,
+                         key_document),
                   Constants(D, E, BLOCK_T, BLOCK_S, BLOCK_D, BLOCK_E, MASK, MODIFIED, SOFT_CAP, DENSE, DROPOUT,
-                            DESCRIPTOR, PRECISION, UPCAST))  # fmt: skip
+                            ACCESS, PRECISION, UPCAST))  # fmt: skip
 
 
 @triton.jit
@@ -167,13 +165,13 @@ def _fold_keys(dq, q_tile, do_tile, L, delta_rows, queries, k, v, k_strides, v_s
     unit = log2_unit(n, c)
     for first in tl.range(start, end, c.BLOCK_S):
         keys = first + tl.arange(0, c.BLOCK_S)[None, :]
-        k_tile = load_tile(k, k_strides, at.b, at.g, first, span.end_key, c.D, c.BLOCK_S, c.BLOCK_D, c.DESCRIPTOR, CUT)
+        k_tile = load_tile(k, k_strides, at.b, at.g, first, span.end_key, c.D, c.BLOCK_S, c.BLOCK_D, c.ACCESS, CUT)
         s = multiply(q_tile, k_tile.T, c)  # [BLOCK_T, BLOCK_S]
         s, derivative = modify(s, queries.first, first, queries.rows, keys, at, span, n, x, c)
         p = tl.exp2(s * unit - L[:, None])
         if MASKED:
             p = tl.where(is_seen(keys, queries.low, queries.high, c), p, 0.0)
-        v_tile = load_tile(v, v_strides, at.b, at.g, first, span.end_key, c.E, c.BLOCK_S, c.BLOCK_E, c.DESCRIPTOR, CUT)
+        v_tile = load_tile(v, v_strides, at.b, at.g, first, span.end_key, c.E, c.BLOCK_S, c.BLOCK_E, c.ACCESS, CUT)
         dp = drop(multiply(do_tile, v_tile.T, c), queries.bits, key_keys(at.base, keys, span, c), n, c)
         if c.DROPOUT:
             dp *= n.keep_scale
@@ -183,7 +181,7 @@ def _fold_keys(dq, q_tile, do_tile, L, delta_rows, queries, k, v, k_strides, v_s
 
 
 @triton.jit
-def _collect(q_tile, do_tile, k, v, lse, delta, dq, k_strides, v_strides, dq_strides, b, h, first, span, n, x, c):
+def _collect(q_tile, do_tile, k, v, lse, delta, dq, k_strides, v_strides, b, h, first, span, n, x, c):
     """dQ of one tile of queries from all keys of the span that they see; writes the rows that belong to the span."""
     at = place_of(b, h, span, n, x, c)
     queries = queries_of(first, at, span, n, c)
@@ -198,46 +196,45 @@ def _collect(q_tile, do_tile, k, v, lse, delta, dq, k_strides, v_strides, dq_str
                          span, n, x, c, False)  # fmt: skip
         acc = _fold_keys(acc, q_tile, do_tile, L, delta_rows, queries, k, v, k_strides, v_strides, full_end, end, at,
                          span, n, x, c, True)  # fmt: skip
-    store_tile(dq, dq_strides, b, h, first, span.first_query, span.end_query, acc * n.scale, c.D, c.BLOCK_T, c.BLOCK_D)
+    row = at.head.to(tl.int64) * n.T  # of [B, H, T, D]
+    acc *= n.scale
+    store_tile(dq, row * c.D, c.D, first, span.first_query, span.end_query, acc, c.D, c.BLOCK_T, c.BLOCK_D)
 
 
 @triton.jit
-def _dq_program(q, k, v, do, lse, delta, dq, q_strides, k_strides, v_strides, do_strides, dq_strides, n, x,
-                c):  # fmt: skip
+def _dq_program(q, k, v, do, lse, delta, dq, q_strides, k_strides, v_strides, do_strides, n, x, c):
     """One program: BLOCK_T queries of one head against all keys that they see."""
     block, head = locate(tl.cdiv(n.T, c.BLOCK_T), n.heads, c.MASK != "full")
     b = head // n.H
     h = head - b * n.H
     first = block * c.BLOCK_T
-    q_tile = load_tile(q, q_strides, b, h, first, n.T, c.D, c.BLOCK_T, c.BLOCK_D, c.DESCRIPTOR, False)
-    do_tile = load_tile(do, do_strides, b, h, first, n.T, c.E, c.BLOCK_T, c.BLOCK_E, c.DESCRIPTOR, False)
+    q_tile = load_tile(q, q_strides, b, h, first, n.T, c.D, c.BLOCK_T, c.BLOCK_D, c.ACCESS, False)
+    do_tile = load_tile(do, do_strides, b, h, first, n.T, c.E, c.BLOCK_T, c.BLOCK_E, c.ACCESS, False)
     if c.MASK == "documents":
         number, end = documents_of(x.query_document, b, first, n.T, c.BLOCK_T)
         for document in tl.range(number, end):
-            _collect(q_tile, do_tile, k, v, lse, delta, dq, k_strides, v_strides, dq_strides, b, h, first,
+            _collect(q_tile, do_tile, k, v, lse, delta, dq, k_strides, v_strides, b, h, first,
                      span_of(document, n, x), n, x, c)  # fmt: skip
     else:
-        _collect(q_tile, do_tile, k, v, lse, delta, dq, k_strides, v_strides, dq_strides, b, h, first, whole(n),
-                 n, x, c)  # fmt: skip
+        _collect(q_tile, do_tile, k, v, lse, delta, dq, k_strides, v_strides, b, h, first, whole(n), n, x, c)
 
 
-@triton.jit(do_not_specialize=NOT_SPECIALIZED)
-def dq_kernel(q, k, v, do, lse, delta, dq, q_strides, k_strides, v_strides, do_strides, dq_strides, bias,
+@triton.jit(do_not_specialize=NOT_SPECIALIZED, do_not_specialize_on_alignment=ALIGNMENT_TOLD)
+def dq_kernel(q, k, v, do, lse, delta, dq, q_strides, k_strides, v_strides, do_strides, bias,
               bias_strides, allowed, allowed_strides, slopes, sinks, seed, bounds, query_document, key_document,
               heads, H, G, T, S, left, right, shift, head_stride, flags, scale, soft_cap, keep_scale, threshold,
               D: tl.constexpr, E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
               BLOCK_E: tl.constexpr, MASK: tl.constexpr, MODIFIED: tl.constexpr, SOFT_CAP: tl.constexpr,
-              DENSE: tl.constexpr, DROPOUT: tl.constexpr, DESCRIPTOR: tl.constexpr, PRECISION: tl.constexpr,
+              DENSE: tl.constexpr, DROPOUT: tl.constexpr, ACCESS: tl.constexpr, PRECISION: tl.constexpr,
               UPCAST: tl.constexpr):  # fmt: skip
     """`_dq_program`, its arguments flat."""
-    _dq_program(q, k, v, do, lse, delta, dq, q_strides, k_strides, v_strides, do_strides, dq_strides,
+    _dq_program(q, k, v, do, lse, delta, dq, q_strides, k_strides, v_strides, do_strides,
                 Numbers(heads, H, G, T, S, left, right, shift, head_stride, flags, scale, soft_cap, keep_scale,
                         threshold),
-                Extras(bias, bias_strides[0], bias_strides[1], bias_strides[2], bias_strides[3], allowed,
-                       allowed_strides[0], allowed_strides[1], allowed_strides[2], allowed_strides[3], slopes,
-                       sinks, seed, bounds, query_document, key_document),
+                Extras(bias, bias_strides, allowed, allowed_strides, slopes, sinks, seed, bounds, query_document,
+                       key_document),
                 Constants(D, E, BLOCK_T, BLOCK_S, BLOCK_D, BLOCK_E, MASK, MODIFIED, SOFT_CAP, DENSE, DROPOUT,
-                          DESCRIPTOR, PRECISION, UPCAST))  # fmt: skip
+                          ACCESS, PRECISION, UPCAST))  # fmt: skip
 
 
 def attention_backward(
@@ -268,12 +265,11 @@ def attention_backward(
 
     def start(kernel: Any, outputs: tuple[Tensor, ...], heads: int, launch: Launch) -> None:
         (t, s), (d, e) = (launch.block_t, launch.block_s), call.widths
-        inputs, descriptor = describe([q, k, v, do], [(t, d), (s, d), (s, e), (t, e)])
+        inputs, strides, access = describe([q, k, v, do], [(t, d), (s, d), (s, e), (t, e)])
         run(
             kernel, (blocks(T, t) if kernel is dq_kernel else blocks(S, s)) * heads, launch,
-            *inputs, lse, delta, *outputs, q.stride(), k.stride(), v.stride(), do.stride(),
-            *(x.stride() for x in outputs), *call.extras, heads, *call.numbers,
-            *call.constants(launch, descriptor=descriptor),
+            *inputs, lse, delta, *outputs, *strides, *call.extras, heads, *call.numbers,
+            *call.constants(launch, access),
         )  # fmt: skip
 
     call.start("dkdv", lambda launch: start(dkdv_kernel, (dk, dv), B * G, launch), launches[0])
@@ -287,9 +283,9 @@ def _delta(grad_output: Tensor, output: Tensor, grad_lse: Tensor | None, lse: Te
     B, H, T, E = output.shape
     delta = empty(lse, B, H, T)
     dl = lse if grad_lse is None else grad_lse
+    inputs, strides, access = describe([grad_output, output])
     run(
         delta_kernel, blocks(T, DELTA.block_t) * B * H, DELTA,
-        grad_output, output, dl, delta, grad_output.stride(), output.stride(), *dl.stride(), H, T,
-        E, DELTA.block_t, block_size(E), grad_lse is not None,
+        *inputs, dl, delta, *strides, *dl.stride(), H, T, E, DELTA.block_t, block_size(E), access, grad_lse is not None,
     )  # fmt: skip
     return delta

@@ -9,10 +9,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flash_train.ops.kernels.launch import Call, blocks, empty, run
+from flash_train.ops.kernels.launch import Call, blocks, describe, empty, run
 from flash_train.ops.kernels.scores import drop, dropout_base, key_keys, log2_unit, modify, place_of, query_keys
 from flash_train.ops.kernels.tables import Launch
 from flash_train.ops.kernels.tiles import (
+    ALIGNMENT_TOLD,
     NOT_SPECIALIZED,
     Constants,
     Extras,
@@ -51,14 +52,14 @@ def _dS(q, k, v, do, lse, delta, q_strides, k_strides, v_strides, do_strides, b,
     seen = is_seen(keys, low, high, c) & (rows < n.T)
     ds = tl.zeros([c.BLOCK_T, c.BLOCK_S], tl.float32)
     if tl.max(seen.to(tl.int32)) > 0:
-        q_tile = load_tile(q, q_strides, b, h, first, n.T, c.D, c.BLOCK_T, c.BLOCK_D, False, False)
-        k_tile = load_tile(k, k_strides, b, g, first_key, n.S, c.D, c.BLOCK_S, c.BLOCK_D, False, False)
+        q_tile = load_tile(q, q_strides, b, h, first, n.T, c.D, c.BLOCK_T, c.BLOCK_D, c.ACCESS, False)
+        k_tile = load_tile(k, k_strides, b, g, first_key, n.S, c.D, c.BLOCK_S, c.BLOCK_D, c.ACCESS, False)
         at = place_of(b, h, span, n, x, c)
         s, _ = modify(multiply(q_tile, k_tile.T, c), first, first_key, rows, keys, at, span, n, x, c)
         L, delta_rows = row_numbers(lse, delta, at.head, t, n.T, n)
         p = tl.exp2(s * log2_unit(n, c) - L[:, None])
-        do_tile = load_tile(do, do_strides, b, h, first, n.T, c.E, c.BLOCK_T, c.BLOCK_E, False, False)
-        v_tile = load_tile(v, v_strides, b, g, first_key, n.S, c.E, c.BLOCK_S, c.BLOCK_E, False, False)
+        do_tile = load_tile(do, do_strides, b, h, first, n.T, c.E, c.BLOCK_T, c.BLOCK_E, c.ACCESS, False)
+        v_tile = load_tile(v, v_strides, b, g, first_key, n.S, c.E, c.BLOCK_S, c.BLOCK_E, c.ACCESS, False)
         query_bits = query_keys(at.base, rows, span, c)
         key_bits = key_keys(dropout_base(b, h, key_span, x, c), keys, key_span, c)
         dp = drop(multiply(do_tile, v_tile.T, c), query_bits, key_bits, n, c)
@@ -105,24 +106,25 @@ def _bias_program(q, k, v, do, lse, delta, dbias, q_strides, k_strides, v_stride
                  mask=(rows < n.T)[:, None] & (keys < n.S)[None, :])  # fmt: skip
 
 
-@triton.jit(do_not_specialize=[*NOT_SPECIALIZED, "BATCHES", "HEADS", "parts"])
+@triton.jit(
+    do_not_specialize=[*NOT_SPECIALIZED, "BATCHES", "HEADS", "parts"], do_not_specialize_on_alignment=ALIGNMENT_TOLD
+)
 def bias_kernel(q, k, v, do, lse, delta, dbias, q_strides, k_strides, v_strides, do_strides, bias, bias_strides,
                 allowed, allowed_strides, slopes, sinks, seed, bounds, query_document, key_document, heads, H, G, T,
                 S, left, right, shift, head_stride, flags, scale, soft_cap, keep_scale, threshold, BATCHES, HEADS,
                 parts, D: tl.constexpr, E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
                 BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, MASK: tl.constexpr, MODIFIED: tl.constexpr,
-                SOFT_CAP: tl.constexpr, DENSE: tl.constexpr, DROPOUT: tl.constexpr, DESCRIPTOR: tl.constexpr,
+                SOFT_CAP: tl.constexpr, DENSE: tl.constexpr, DROPOUT: tl.constexpr, ACCESS: tl.constexpr,
                 PRECISION: tl.constexpr, UPCAST: tl.constexpr, ALL_ROWS: tl.constexpr,
                 ALL_KEYS: tl.constexpr):  # fmt: skip
     """`_bias_program`, its arguments flat."""
     _bias_program(q, k, v, do, lse, delta, dbias, q_strides, k_strides, v_strides, do_strides,
                   Numbers(heads, H, G, T, S, left, right, shift, head_stride, flags, scale, soft_cap, keep_scale,
                           threshold),
-                  Extras(bias, bias_strides[0], bias_strides[1], bias_strides[2], bias_strides[3], allowed,
-                         allowed_strides[0], allowed_strides[1], allowed_strides[2], allowed_strides[3], slopes,
-                         sinks, seed, bounds, query_document, key_document),
+                  Extras(bias, bias_strides, allowed, allowed_strides, slopes, sinks, seed, bounds, query_document,
+                         key_document),
                   Constants(D, E, BLOCK_T, BLOCK_S, BLOCK_D, BLOCK_E, MASK, MODIFIED, SOFT_CAP, DENSE, DROPOUT,
-                            DESCRIPTOR, PRECISION, UPCAST), BATCHES, HEADS, parts, ALL_ROWS, ALL_KEYS)  # fmt: skip
+                            ACCESS, PRECISION, UPCAST), BATCHES, HEADS, parts, ALL_ROWS, ALL_KEYS)  # fmt: skip
 
 
 def bias_gradient(
@@ -134,6 +136,7 @@ def bias_gradient(
     batches, heads, height, width = bias.shape
     pairs = B // batches * (H // heads)
     partials: list[Tensor] = []
+    inputs, strides, access = describe([q, k, v, do])
 
     def start(launch: Launch) -> None:
         tiles = batches * heads * (1 if height < T else blocks(T, launch.block_t))
@@ -141,9 +144,8 @@ def bias_gradient(
         parts = max(1, min(pairs, PROGRAMS // tiles))
         partials[:] = [empty(lse, parts, *bias.shape)]
         run(
-            bias_kernel, parts * tiles, launch, q, k, v, do, lse, delta, partials[0], q.stride(), k.stride(),
-            v.stride(), do.stride(), *call.extras, B * H, *call.numbers, batches, heads, parts,
-            *call.constants(launch, descriptor=False), height < T, width < S,
+            bias_kernel, parts * tiles, launch, *inputs, lse, delta, partials[0], *strides, *call.extras, B * H,
+            *call.numbers, batches, heads, parts, *call.constants(launch, access), height < T, width < S,
         )  # fmt: skip
 
     call.start("dq", start, None)  # a tile of queries by a tile of keys, as there

@@ -10,6 +10,7 @@ from flash_train.ops.kernels.launch import Call, blocks, describe, empty, near_r
 from flash_train.ops.kernels.scores import drop, key_keys, log2_unit, modify, place_of, queries_of, sink_of
 from flash_train.ops.kernels.tables import Launch
 from flash_train.ops.kernels.tiles import (
+    ALIGNMENT_TOLD,
     LN_2,
     NOT_SPECIALIZED,
     Constants,
@@ -36,7 +37,7 @@ def _fold_keys(acc, m, l, q_tile, queries, k, v, k_strides, v_strides, start, en
     unit = log2_unit(n, c)
     for first in tl.range(start, end, c.BLOCK_S):
         keys = first + tl.arange(0, c.BLOCK_S)[None, :]
-        k_tile = load_tile(k, k_strides, at.b, at.g, first, span.end_key, c.D, c.BLOCK_S, c.BLOCK_D, c.DESCRIPTOR,
+        k_tile = load_tile(k, k_strides, at.b, at.g, first, span.end_key, c.D, c.BLOCK_S, c.BLOCK_D, c.ACCESS,
                            False)  # fmt: skip
         s = multiply(q_tile, k_tile.T, c)  # [BLOCK_T, BLOCK_S]
         s, _ = modify(s, queries.first, first, queries.rows, keys, at, span, n, x, c)
@@ -50,14 +51,14 @@ def _fold_keys(acc, m, l, q_tile, queries, k, v, k_strides, v_strides, start, en
         shrink = tl.exp2(m - reference)
         l = l * shrink + tl.sum(p, 1)
         p = drop(p, queries.bits, key_keys(at.base, keys, span, c), n, c)
-        v_tile = load_tile(v, v_strides, at.b, at.g, first, span.end_key, c.E, c.BLOCK_S, c.BLOCK_E, c.DESCRIPTOR, CUT)
+        v_tile = load_tile(v, v_strides, at.b, at.g, first, span.end_key, c.E, c.BLOCK_S, c.BLOCK_E, c.ACCESS, CUT)
         acc = multiply_add(p.to(v_tile.dtype), v_tile, acc * shrink[:, None], c)  # [BLOCK_T, BLOCK_E]
         m = m_new
     return acc, m, l
 
 
 @triton.jit
-def _attend(q_tile, k, v, output, lse, k_strides, v_strides, output_strides, b, h, first, span, n, x, c):
+def _attend(q_tile, k, v, output, lse, k_strides, v_strides, b, h, first, span, n, x, c):
     """One tile of queries against all keys of the span that they see; writes the rows that belong to the span."""
     at = place_of(b, h, span, n, x, c)
     queries = queries_of(first, at, span, n, c)
@@ -84,46 +85,45 @@ def _attend(q_tile, k, v, output, lse, k_strides, v_strides, output_strides, b, 
     acc = acc * shrink[:, None] / l_safe[:, None]
     if c.DROPOUT:
         acc *= n.keep_scale
-    store_tile(output, output_strides, b, h, first, span.first_query, span.end_query, acc, c.E, c.BLOCK_T, c.BLOCK_E)
+    offset = (b.to(tl.int64) * n.T * n.H + h) * c.E  # of [B, T, H, E]
+    store_tile(output, offset, n.H * c.E, first, span.first_query, span.end_query, acc, c.E, c.BLOCK_T, c.BLOCK_E)
     t = first + tl.arange(0, c.BLOCK_T)
     mine = (t >= span.first_query) & (t < span.end_query)
     tl.store(lse + at.head.to(tl.int64) * n.T + t, m * LN_2 + tl.log(l_safe), mask=mine)
 
 
 @triton.jit
-def _forward_program(q, k, v, output, lse, q_strides, k_strides, v_strides, output_strides, n, x, c):  # fmt: skip
+def _forward_program(q, k, v, output, lse, q_strides, k_strides, v_strides, n, x, c):
     """One program: BLOCK_T queries of one head against all keys that they see."""
     block, head = locate(tl.cdiv(n.T, c.BLOCK_T), n.heads, c.MASK != "full")
     b = head // n.H
     h = head - b * n.H
     first = block * c.BLOCK_T
-    q_tile = load_tile(q, q_strides, b, h, first, n.T, c.D, c.BLOCK_T, c.BLOCK_D, c.DESCRIPTOR, False)
+    q_tile = load_tile(q, q_strides, b, h, first, n.T, c.D, c.BLOCK_T, c.BLOCK_D, c.ACCESS, False)
     if c.MASK == "documents":
         number, end = documents_of(x.query_document, b, first, n.T, c.BLOCK_T)
         for document in tl.range(number, end):
-            _attend(q_tile, k, v, output, lse, k_strides, v_strides, output_strides, b, h, first,
-                    span_of(document, n, x), n, x, c)  # fmt: skip
+            _attend(q_tile, k, v, output, lse, k_strides, v_strides, b, h, first, span_of(document, n, x), n, x, c)
     else:
-        _attend(q_tile, k, v, output, lse, k_strides, v_strides, output_strides, b, h, first, whole(n), n, x, c)
+        _attend(q_tile, k, v, output, lse, k_strides, v_strides, b, h, first, whole(n), n, x, c)
 
 
-@triton.jit(do_not_specialize=NOT_SPECIALIZED)
-def forward_kernel(q, k, v, output, lse, q_strides, k_strides, v_strides, output_strides, bias, bias_strides, allowed,
+@triton.jit(do_not_specialize=NOT_SPECIALIZED, do_not_specialize_on_alignment=ALIGNMENT_TOLD)
+def forward_kernel(q, k, v, output, lse, q_strides, k_strides, v_strides, bias, bias_strides, allowed,
                    allowed_strides, slopes, sinks, seed, bounds, query_document, key_document, heads, H, G, T, S,
                    left, right, shift, head_stride, flags, scale, soft_cap, keep_scale, threshold, D: tl.constexpr,
                    E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
                    BLOCK_E: tl.constexpr, MASK: tl.constexpr, MODIFIED: tl.constexpr, SOFT_CAP: tl.constexpr,
-                   DENSE: tl.constexpr, DROPOUT: tl.constexpr, DESCRIPTOR: tl.constexpr, PRECISION: tl.constexpr,
+                   DENSE: tl.constexpr, DROPOUT: tl.constexpr, ACCESS: tl.constexpr, PRECISION: tl.constexpr,
                    UPCAST: tl.constexpr):  # fmt: skip
     """`_forward_program`, its arguments flat."""
-    _forward_program(q, k, v, output, lse, q_strides, k_strides, v_strides, output_strides,
+    _forward_program(q, k, v, output, lse, q_strides, k_strides, v_strides,
                      Numbers(heads, H, G, T, S, left, right, shift, head_stride, flags, scale, soft_cap, keep_scale,
                              threshold),
-                     Extras(bias, bias_strides[0], bias_strides[1], bias_strides[2], bias_strides[3], allowed,
-                            allowed_strides[0], allowed_strides[1], allowed_strides[2], allowed_strides[3], slopes,
-                            sinks, seed, bounds, query_document, key_document),
+                     Extras(bias, bias_strides, allowed, allowed_strides, slopes, sinks, seed, bounds, query_document,
+                            key_document),
                      Constants(D, E, BLOCK_T, BLOCK_S, BLOCK_D, BLOCK_E, MASK, MODIFIED, SOFT_CAP, DENSE, DROPOUT,
-                               DESCRIPTOR, PRECISION, UPCAST))  # fmt: skip
+                               ACCESS, PRECISION, UPCAST))  # fmt: skip
 
 
 def attention_forward(
@@ -142,11 +142,10 @@ def attention_forward(
     def start(launch: Launch) -> None:
         t, s = launch.block_t, launch.block_s
         d, e = call.widths
-        inputs, descriptor = describe([q, k, v], [(t, d), (s, d), (s, e)])
+        inputs, strides, access = describe([q, k, v], [(t, d), (s, d), (s, e)])
         run(
             forward_kernel, blocks(T, t) * B * H, launch,
-            *inputs, output, lse, q.stride(), k.stride(), v.stride(), output.stride(), *call.extras, B * H,
-            *call.numbers, *call.constants(launch, descriptor=descriptor),
+            *inputs, output, lse, *strides, *call.extras, B * H, *call.numbers, *call.constants(launch, access),
         )  # fmt: skip
 
     call.start("forward", start, launch)

@@ -42,18 +42,15 @@ def block_size(size: int) -> int:
     return max(16, triton.next_power_of_2(size))
 
 
-def compiled_features(terms: Terms, S: int) -> tuple[str, bool, bool, int, bool]:
+def compiled_features(terms: Terms, dense: int) -> tuple[str, bool, bool, int, bool]:
     """`Constants`' MASK, MODIFIED, SOFT_CAP, DENSE and DROPOUT: the one place that decides what is compiled in.
 
     Plain scores have four kernels, one a kind of mask; modified ones (soft cap, ALiBi, bias, boolean mask, dropout)
     have two, for windows and for documents, times three choices: soft cap or none; no bias and boolean mask, or any, or
-    one whose rows are read in whole vectors; dropout or none. ALiBi is in all of these, sinks are in every kernel.
-    That makes 28, and as many again for fp16 and bf16, whose tiles come through descriptors or through pointers.
-    Lengths, bounds, slopes, sinks, seeds and probabilities are read when a kernel runs.
+    one whose rows are read in whole vectors (`dense_width`); dropout or none. ALiBi is in all of these, sinks are in
+    every kernel. That makes 28, times the two ways of `describe`. Lengths, strides, bounds, slopes, sinks, seeds and
+    probabilities are read when a kernel runs.
     """
-    dense = 0
-    if terms.bias is not None or terms.allowed is not None:
-        dense = 16 if S % 16 == 0 else 1
     modified = dense > 0 or terms.soft_cap > 0 or terms.alibi_slopes is not None or terms.seed is not None
     if terms.bounds is not None:
         mask = "documents"
@@ -72,19 +69,19 @@ class Call:
         G, S, E = v.shape[1:]
         self.q = q
         self.widths = block_size(D), block_size(E)
-        self._features = compiled_features(terms, S)
         self._sizes = D, E
         self._precision = matmul_precision(q.dtype, q.device)
         head_stride = _head_stride(terms, H)
+        self.extras, dense = _extras(terms, (B, H, T, S), stand_in, head_stride)
+        self._features = compiled_features(terms, dense)
         self.numbers = (
             H, G, T, S, terms.left, terms.right, 0 if terms.top_left else S - T, head_stride,
             _flags(terms), terms.scale, terms.soft_cap, 1 / (1 - terms.dropout), threshold(terms.dropout),
         )  # fmt: skip
         """`tiles.Numbers` from H on."""
-        self.extras = _extras(terms, (B, H, T, S), stand_in, head_stride)
 
-    def constants(self, launch: Launch, *, descriptor: bool) -> Constants:
-        return _constants(self._sizes, self.widths, launch, self._features, descriptor, self._precision)
+    def constants(self, launch: Launch, access: str) -> Constants:
+        return _constants(self._sizes, self.widths, launch, self._features, access, self._precision)
 
     def start(self, direction: str, start: Callable[[Launch], None], override: Launch | None) -> None:
         """Start a kernel by the launch table's row, or by the next smaller one that the GPU's shared memory holds."""
@@ -116,31 +113,47 @@ def _constants(
     widths: tuple[int, int],
     launch: Launch,
     features: tuple[str, bool, bool, int, bool],
-    descriptor: bool,
+    access: str,
     precision: str,
 ) -> Constants:
     blocks = launch.block_t, launch.block_s
-    return Constants(*sizes, *blocks, *widths, *features, descriptor, precision, interpreting())
+    return Constants(*sizes, *blocks, *widths, *features, access, precision, interpreting())
 
 
 _FITTING: dict[tuple[Any, ...], Launch] = {}
 """What `Call.start` found to fit."""
 
 
-def _extras(terms: Terms, whole: tuple[int, ...], stand_in: Tensor, head_stride: int) -> tuple[Any, ...]:
-    """The kernels' arguments from `bias` on; for a tensor that the call lacks, `stand_in` in the type it would have."""
-    nowhere = (0, 0, 0, 0)
+def _extras(terms: Terms, whole: tuple[int, ...], stand_in: Tensor, head_stride: int) -> tuple[tuple[Any, ...], int]:
+    """(`tiles.Extras`, `dense_width`); for a tensor that the call lacks, `stand_in` in the type it would have."""
     if all(x is None for x in terms[TENSORS]):
-        return stand_in, nowhere, stand_in, nowhere, *(stand_in,) * 6
-    bias, allowed = (x if x is None else near_rows(x) for x in (terms.bias, terms.allowed))
-    octets = stand_in if bias is None and allowed is None else stand_in.view(torch.uint8)
+        return (stand_in, _NOWHERE, stand_in, _NOWHERE, *(stand_in,) * 6), 0
+    bias, allowed = (x if x is None else near_rows(x).expand(whole) for x in (terms.bias, terms.allowed))
+    dense = dense_width([x for x in (bias, allowed) if x is not None])
+    octets = stand_in if dense == 0 else stand_in.view(torch.uint8)
     slopes, sinks = (x if x is None or head_stride == 0 else x.contiguous() for x in (terms.alibi_slopes, terms.sinks))
     rest = slopes, sinks, *(x if x is None else x.contiguous() for x in terms[_SEED_TO_DOCUMENTS])
     return (
-        *((stand_in, nowhere) if bias is None else (bias, bias.expand(whole).stride())),
-        *((octets, nowhere) if allowed is None else (allowed.view(torch.uint8), allowed.expand(whole).stride())),
+        *((stand_in, _NOWHERE) if bias is None else (bias, as_numbers(bias.stride(), dense))),
+        *((octets, _NOWHERE) if allowed is None else (allowed.view(torch.uint8), as_numbers(allowed.stride(), dense))),
         *(stand_in if x is None else x for x in rest),
-    )
+    ), dense
+
+
+def dense_width(tensors: list[Tensor]) -> int:
+    """How many keys of bias and boolean mask [B, H, T, S] are read at a time: 0 if there is none of them."""
+    if not tensors:
+        return 0
+    return 16 if all(x.shape[3] % 16 == 0 and _aligned(x, 16) for x in tensors) else 1
+
+
+def as_numbers(strides: tuple[int, ...], width: int) -> tuple[int, ...]:
+    """Strides for `tiles.strides_of`. Triton compiles a kernel for each pattern of ones and of multiples of 16 in a
+    tuple of integers; these are odd and more than 1, so that all strides have one kernel."""
+    return tuple([2 * (stride // width) + 3 for stride in strides])
+
+
+_NOWHERE = as_numbers((0, 0, 0, 0), 1)
 
 
 _SEED_TO_DOCUMENTS = slice(Terms._fields.index("seed"), Terms._fields.index("key_document") + 1)
@@ -187,19 +200,25 @@ def matmul_precision(dtype: torch.dtype, device: torch.device) -> str:
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
-def describe(tensors: list[Tensor], blocks: list[tuple[int, int]]) -> tuple[list[Any], bool]:
-    """(kernel arguments, whether they are descriptors): all [B, H, T, D] tensors as descriptors, or all as they are.
+def describe(
+    tensors: list[Tensor], blocks: list[tuple[int, int]] | None = None
+) -> tuple[list[Any], list[tuple[int, ...] | None], str]:
+    """(kernel arguments, their strides, `Constants.ACCESS`) of [B, H, T, D] tensors: one way for all of them.
 
-    `blocks` are the (rows, width) in which each tensor is read. The copy engine wants 16-byte aligned addresses and
-    strides and a unit last stride; broadcast dimensions are left to the pointers, and so is fp32, whose products on
-    the ordinary cores spill hundreds of registers when they read from a descriptor's layout.
+    "elements": any strides. "vectors": where addresses and strides are multiples of 16 bytes, and the last stride is 1.
+    "descriptors": the same tensors where there is a copy engine, in `blocks`, the (rows, width) in which each of them
+    is read; but for fp32, whose products on the ordinary cores spill hundreds of registers when they read from a
+    descriptor's layout.
     """
-    if not _has_copy_engine(tensors[0].device) or not all(_aligned(x) for x in tensors):
-        return list(tensors), False
-    return [
+    if not all(_aligned(x, 16 // x.element_size()) for x in tensors):
+        return list(tensors), [as_numbers(x.stride(), 1) for x in tensors], "elements"
+    if blocks is None or tensors[0].element_size() != 2 or not _has_copy_engine(tensors[0].device):
+        return list(tensors), [as_numbers(x.stride(), 16 // x.element_size()) for x in tensors], "vectors"
+    descriptors = [
         TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, width])
         for x, (rows, width) in zip(tensors, blocks, strict=True)
-    ], True
+    ]
+    return descriptors, [None] * len(tensors), "descriptors"
 
 
 @functools.cache
@@ -209,14 +228,10 @@ def _has_copy_engine(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
-def _aligned(x: Tensor) -> bool:
-    size = x.element_size()
-    return (
-        size == 2
-        and x.stride(-1) == 1
-        and x.data_ptr() % 16 == 0
-        and all(stride > 0 and stride * size % 16 == 0 for stride in x.stride()[:-1])
-    )
+def _aligned(x: Tensor, width: int) -> bool:
+    """Whether rows can be read `width` elements, 16 bytes or more, at a time."""
+    *strides, last = x.stride()
+    return last == 1 and x.data_ptr() % 16 == 0 and all(stride % width == 0 for stride in strides)
 
 
 def run(kernel: Any, programs: int, launch: Launch, *args: Any) -> None:

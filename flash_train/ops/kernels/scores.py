@@ -10,7 +10,7 @@ import triton.language as tl
 
 from flash_train.ops import dropout
 from flash_train.ops.features import SEED_STEP as SEED_STEP_INT64
-from flash_train.ops.kernels.tiles import HAS_ALLOWED, HAS_BIAS, HAS_SINKS, HAS_SLOPES, LOG2_E, visible_keys
+from flash_train.ops.kernels.tiles import HAS_ALLOWED, HAS_BIAS, HAS_SINKS, HAS_SLOPES, LOG2_E, strides_of, visible_keys
 
 MIX_1, MIX_2 = tl.constexpr(dropout.MIX_1), tl.constexpr(dropout.MIX_2)
 STEP_HEAD, STEP_QUERY, STEP_KEY = (tl.constexpr(x) for x in (dropout.STEP_HEAD, dropout.STEP_QUERY, dropout.STEP_KEY))
@@ -108,12 +108,10 @@ def modify(s, first, first_key, rows, keys, at, span, n, x, c):
         s -= at.slope * tl.abs(rows + span.shift - keys).to(tl.float32)
         if c.DENSE:
             inside = (rows < n.T) & (keys // c.DENSE < n.S // c.DENSE)  # so loads are known to be DENSE keys wide
-            bias = _dense(x.bias, x.bias_b, x.bias_h, x.bias_t, x.bias_s, at, first, first_key, rows, keys)
+            bias = _dense(x.bias, x.bias_strides, at, first, first_key, rows, keys, c)
             s += tl.load(bias, mask=inside & ((n.flags & HAS_BIAS) != 0), other=0.0).to(tl.float32)
-            near = _dense(
-                x.allowed, x.allowed_b, x.allowed_h, x.allowed_t, x.allowed_s, at, first, first_key, rows, keys
-            )
-            allowed = tl.load(near, mask=inside & ((n.flags & HAS_ALLOWED) != 0), other=1)
+            allowed = _dense(x.allowed, x.allowed_strides, at, first, first_key, rows, keys, c)
+            allowed = tl.load(allowed, mask=inside & ((n.flags & HAS_ALLOWED) != 0), other=1)
             # finite scores stay so in units of log2: a bias of finfo.min is no mask where a row has nothing else
             s = tl.where(tl.abs(s) < float("inf"), tl.minimum(tl.maximum(s, -2e38), 2e38), s)
             s = tl.where(allowed != 0, s, float("-inf"))
@@ -121,8 +119,9 @@ def modify(s, first, first_key, rows, keys, at, span, n, x, c):
 
 
 @triton.jit
-def _dense(x, stride_b, stride_h, stride_t, stride_s, at, first, first_key, rows, keys):
+def _dense(x, strides, at, first, first_key, rows, keys, c):
     """Addresses in a [B, H, T, S] tensor: 64 bits to the tile, since T S passes 2^31 at 46k, 32 bits inside it."""
+    stride_b, stride_h, stride_t, stride_s = strides_of(strides, c.DENSE)
     base = x + at.b.to(tl.int64) * stride_b + at.h.to(tl.int64) * stride_h
     base += tl.full([], first, tl.int64) * stride_t + tl.full([], first_key, tl.int64) * stride_s
     return base + ((rows - first) * stride_t + (keys - first_key) * stride_s)

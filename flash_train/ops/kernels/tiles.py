@@ -30,10 +30,10 @@ class Constants(NamedTuple):
     """Whether scores are more than scale q k^T: ALiBi, if nothing else."""
     SOFT_CAP: Any
     DENSE: Any
-    """0, or where a bias or a boolean mask is read, or both: 16 if S is a multiple of it, else 1."""
+    """0, or if a bias or a boolean mask is read: how many keys at a time, 16 or 1 (`launch.dense_width`)."""
     DROPOUT: Any
-    DESCRIPTOR: Any
-    """Tiles come through host tensor descriptors: the copy engine of sm_90 and later."""
+    ACCESS: Any
+    """How tiles are read: `launch.describe`."""
     PRECISION: Any
     UPCAST: Any
     """Triton's interpreter multiplies bf16 operands wrongly."""
@@ -66,22 +66,18 @@ class Numbers(NamedTuple):
 
 NOT_SPECIALIZED = ["heads", "H", "G", "T", "S", "left", "right", "shift", "head_stride", "flags", "threshold"]
 """No kernel is compiled anew for a 1 or a multiple of 16 among these."""
+ALIGNMENT_TOLD = ["q", "k", "v", "do"]
+"""Nor for an address of these that is a multiple of 16 bytes: ACCESS says so."""
 TOP_LEFT, HAS_BIAS, HAS_ALLOWED, HAS_SLOPES, HAS_SINKS = (tl.constexpr(2**i) for i in range(5))
 
 
 class Extras(NamedTuple):
-    """Tensors that a call may lack; then a stand-in that is not read. Those of [B, H, T, S] come with strides."""
+    """Tensors that a call may lack; then a stand-in that is not read. Those of [B, H, T, S] come with `strides_of`."""
 
     bias: Any
-    bias_b: Any
-    bias_h: Any
-    bias_t: Any
-    bias_s: Any
+    bias_strides: Any
     allowed: Any
-    allowed_b: Any
-    allowed_h: Any
-    allowed_t: Any
-    allowed_s: Any
+    allowed_strides: Any
     slopes: Any
     sinks: Any
     seed: Any
@@ -214,42 +210,51 @@ def query_tiles(first, span, n, c):
 
 
 @triton.jit
-def tile_pointers(x, strides, b, h, start, SIZE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """([BLOCK, BLOCK_SIZE] addresses of rows start to start + BLOCK of head (b, h), which columns exist)."""
-    columns = tl.arange(0, BLOCK_SIZE)
-    # 64 bits to the tile, since B H T D may pass 2^31 elements; 32 bits inside it save registers (`launch.near_rows`)
-    base = x + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1] + tl.full([], start, tl.int64) * strides[2]
-    return base + (tl.arange(0, BLOCK)[:, None] * strides[2] + columns[None, :] * strides[3]), columns[None, :] < SIZE
+def strides_of(numbers, WIDTH: tl.constexpr):
+    """The strides that `launch.as_numbers(strides, WIDTH)` holds, all multiples of WIDTH but for the last, which is 1
+    where WIDTH is not."""
+    b, h, t = (numbers[0] >> 1) - 1, (numbers[1] >> 1) - 1, (numbers[2] >> 1) - 1
+    if WIDTH == 1:
+        return b, h, t, (numbers[3] >> 1) - 1
+    else:
+        return b * WIDTH, h * WIDTH, t * WIDTH, 1
 
 
 @triton.jit
 def load_tile(x, strides, b, h, start, end, SIZE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-              DESCRIPTOR: tl.constexpr, CUT: tl.constexpr):  # fmt: skip
+              ACCESS: tl.constexpr, CUT: tl.constexpr):  # fmt: skip
     """Rows start to start + BLOCK of head (b, h), zeros outside the tensor; with CUT, from row `end` on, too."""
     rows = start + tl.arange(0, BLOCK)
-    if DESCRIPTOR:
+    if ACCESS == "descriptors":
         tile = x.load([b, h, start, 0]).reshape([BLOCK, BLOCK_SIZE])  # [BLOCK, BLOCK_SIZE]
         if CUT:  # what a neighbour holds may be NaN, and 0 * NaN is NaN
             tile = tl.where((rows < end)[:, None], tile, 0.0)
         return tile
     else:
-        pointers, columns = tile_pointers(x, strides, b, h, start, SIZE, BLOCK, BLOCK_SIZE)
+        WIDTH: tl.constexpr = 128 // x.dtype.element_ty.primitive_bitwidth if ACCESS == "vectors" else 1
+        stride_b, stride_h, stride_t, stride_d = strides_of(strides, WIDTH)
+        columns = tl.arange(0, BLOCK_SIZE)[None, :]
+        # 64 bits to the tile, since B H T D may pass 2^31 elements; inside it 32 save registers (`launch.near_rows`)
+        base = x + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h + tl.full([], start, tl.int64) * stride_t
+        if ACCESS == "vectors":
+            base = tl.multiple_of(base, 16)
         mask = (rows < end)[:, None]
         if SIZE != BLOCK_SIZE:
-            mask = mask & columns
-        return tl.load(pointers, mask=mask, other=0.0)  # [BLOCK, BLOCK_SIZE]
+            mask = mask & (columns < SIZE)
+        return tl.load(base + (tl.arange(0, BLOCK)[:, None] * stride_t + columns * stride_d), mask=mask, other=0.0)
 
 
 @triton.jit
-def store_tile(x, strides, b, h, start, first, end, tile, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+def store_tile(x, offset, row_stride, start, first, end, tile, SIZE: tl.constexpr, BLOCK: tl.constexpr,
                BLOCK_SIZE: tl.constexpr):  # fmt: skip
-    """The tile's rows start to start + BLOCK into head (b, h), but for those before `first` and from `end` on."""
-    rows = start + tl.arange(0, BLOCK)
-    pointers, columns = tile_pointers(x, strides, b, h, start, SIZE, BLOCK, BLOCK_SIZE)
+    """The tile's rows start to start + BLOCK, but for those before `first` and from `end` on, into a head whose row 0
+    is `offset` (64 bits) elements behind x."""
+    rows, columns = start + tl.arange(0, BLOCK), tl.arange(0, BLOCK_SIZE)[None, :]
     mask = ((rows >= first) & (rows < end))[:, None]
     if SIZE != BLOCK_SIZE:
-        mask = mask & columns
-    tl.store(pointers, tile.to(x.dtype.element_ty), mask=mask)
+        mask = mask & (columns < SIZE)
+    base = x + offset + tl.full([], start, tl.int64) * row_stride
+    tl.store(base + (tl.arange(0, BLOCK)[:, None] * row_stride + columns), tile.to(x.dtype.element_ty), mask=mask)
 
 
 @triton.jit
