@@ -35,14 +35,14 @@ from tests.ops.errors import results
 from tests.ops.sweep_cases import TOGETHER, generate, names
 
 KERNELS = {"forward": forward_kernel, "dkdv": dkdv_kernel, "dq": dq_kernel, "bias": bias_kernel}
-# the launch table's name, the compiler's target, how tiles are read
+# the launch table's name, the compiler's target, `Constants.WIDTH` of half precision
 ARCHITECTURES = {
-    "sm_80": ("sm_80", GPUTarget("cuda", 80, 32), "vectors"),
-    "sm_89": ("sm_86", GPUTarget("cuda", 89, 32), "vectors"),
-    "sm_90": ("sm_90", GPUTarget("cuda", 90, 32), "descriptors"),
-    "sm_100": ("sm_100", GPUTarget("cuda", 100, 32), "descriptors"),
-    "sm_120": ("sm_86", GPUTarget("cuda", 120, 32), "vectors"),
-    "gfx942": ("gfx942", GPUTarget("hip", "gfx942", 64), "vectors"),
+    "sm_80": ("sm_80", GPUTarget("cuda", 80, 32), 8),
+    "sm_89": ("sm_86", GPUTarget("cuda", 89, 32), 8),
+    "sm_90": ("sm_90", GPUTarget("cuda", 90, 32), 0),
+    "sm_100": ("sm_100", GPUTarget("cuda", 100, 32), 0),
+    "sm_120": ("sm_86", GPUTarget("cuda", 120, 32), 8),
+    "gfx942": ("gfx942", GPUTarget("hip", "gfx942", 64), 8),
 }
 # bytes of stack a thread, Triton 3.7.1 (another version allots registers otherwise); (64, 64, 4, 2) was the fastest on
 # an H200 in spite of them
@@ -60,13 +60,13 @@ EVERYTHING = Terms(1.0, bias=TENSOR, seed=TENSOR, bounds=TENSOR, soft_cap=1.0)
 MASKS = [Terms(1.0), CAUSAL, Terms(1.0, left=5), Terms(1.0, bounds=TENSOR)]
 
 
-def compiled(kernel_name: str, size: int, launch: Launch, target: GPUTarget, dtype: str, access: str,
+def compiled(kernel_name: str, size: int, launch: Launch, target: GPUTarget, dtype: str, width: int,
              terms: Terms = CAUSAL, dense: int = 0):  # fmt: skip
     """The kernel at this head size, its addresses divisible by 16."""
     kernel = KERNELS[kernel_name]
-    width = block_size(size)
-    constants = Constants(size, size, launch.block_t, launch.block_s, width, width, *compiled_features(terms, dense),
-                          access, "ieee", False)  # fmt: skip
+    block = block_size(size)
+    constants = Constants(size, size, launch.block_t, launch.block_s, block, block, *compiled_features(terms, dense),
+                          width, "ieee", False)  # fmt: skip
     rows = dict(q=launch.block_t, do=launch.block_t, k=launch.block_s, v=launch.block_s)
     types = dict(
         **dict.fromkeys(("scale", "soft_cap", "keep_scale"), "fp32"),
@@ -82,12 +82,12 @@ def compiled(kernel_name: str, size: int, launch: Launch, target: GPUTarget, dty
         signature[name] = types.get(name, "i32")
         if name in fixed:
             signature[name], values[index,] = "constexpr", fixed[name]
-        elif name.endswith("_strides") and access == "descriptors" and name.removesuffix("_strides") in rows:
+        elif name.endswith("_strides") and width == 0 and name.removesuffix("_strides") in rows:
             signature[name], values[index,] = "constexpr", None
         elif name.endswith("_strides"):
             signature[name] = ("i32",) * 4
-        elif name in rows and access == "descriptors":
-            signature[name] = f"tensordesc<{dtype}[1, 1, {rows[name]}, {width}]>"
+        elif name in rows and width == 0:
+            signature[name] = f"tensordesc<{dtype}[1, 1, {rows[name]}, {block}]>"
         elif signature[name].startswith("*") and name not in ALIGNMENT_TOLD:
             attributes[index,] = [["tt.divisibility", 16]]
     options = dict(num_warps=launch.warps, num_stages=launch.stages, enable_fp_fusion=True)
@@ -110,12 +110,12 @@ def stack_bytes(kernel) -> int:
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_half_precision_compiles_and_fits(name, direction, size):
-    row, target, access = ARCHITECTURES[name]
-    kernel = compiled(direction, size, lookup(row, direction, 2, size), target, "bf16", access)
+    row, target, width = ARCHITECTURES[name]
+    kernel = compiled(direction, size, lookup(row, direction, 2, size), target, "bf16", width)
     assert kernel.metadata.shared <= SHARED_KIB[name] * 1024
     if name in ("sm_80", "sm_90") and triton.__version__ == "3.7.1":
         assert stack_bytes(kernel) <= STACK.get((name, direction, size), 0)
-    if access == "descriptors":
+    if width == 0:
         assert "cp.async.bulk.tensor" in kernel.asm["ptx"], "the tiles do not travel by the copy engine"
 
 
@@ -123,7 +123,7 @@ def test_half_precision_compiles_and_fits(name, direction, size):
 @pytest.mark.parametrize("name", ["sm_80", "sm_90"])
 def test_fp32_compiles_and_multiplies_without_tf32(name, direction):
     row, target, _ = ARCHITECTURES[name]
-    kernel = compiled(direction, 64, lookup(row, direction, 4, 64), target, "fp32", "vectors")
+    kernel = compiled(direction, 64, lookup(row, direction, 4, 64), target, "fp32", 4)
     assert kernel.metadata.shared <= SHARED_KIB[name] * 1024
     assert "tf32" not in kernel.asm["ptx"]
 
@@ -131,12 +131,13 @@ def test_fp32_compiles_and_multiplies_without_tf32(name, direction):
 @pytest.mark.parametrize("kernel_name", KERNELS)
 @pytest.mark.parametrize("name", ["sm_80", "sm_90", "sm_120", "gfx942"])  # the compiler's four ways
 def test_every_feature_at_once_compiles_and_fits_if_need_be_in_a_smaller_tile(name, kernel_name):
-    row, target, access = ARCHITECTURES[name]
+    row, target, width = ARCHITECTURES[name]
     launch = lookup(row, "dq" if kernel_name == "bias" else kernel_name, 2, 128)
     shared = []
     while launch and len(shared) < 4:
-        how = access if kernel_name != "bias" else "vectors"
-        kernel = compiled(kernel_name, 128, launch, target, "bf16", how, EVERYTHING, 16)
+        kernel = compiled(
+            kernel_name, 128, launch, target, "bf16", 8 if kernel_name == "bias" else width, EVERYTHING, 16
+        )
         shared.append(kernel.metadata.shared)
         launch = None if shared[-1] <= SHARED_KIB[name] * 1024 else smaller(launch)
     assert shared[-1] <= SHARED_KIB[name] * 1024, f"bytes of shared memory, by tile: {shared}"
@@ -145,8 +146,8 @@ def test_every_feature_at_once_compiles_and_fits_if_need_be_in_a_smaller_tile(na
 @pytest.mark.parametrize("terms", MASKS, ids=lambda terms: compiled_features(terms, 0)[0])
 def test_every_kind_of_mask_compiles(terms):
     for direction in DIRECTIONS:
-        row, target, access = ARCHITECTURES["sm_90"]
-        compiled(direction, 64, lookup(row, direction, 2, 64), target, "bf16", access, terms)
+        row, target, width = ARCHITECTURES["sm_90"]
+        compiled(direction, 64, lookup(row, direction, 2, 64), target, "bf16", width, terms)
 
 
 def test_at_most_64_variants_stand_behind_all_features():
@@ -159,10 +160,9 @@ def test_at_most_64_variants_stand_behind_all_features():
     features = {
         compiled_features(terms, dense)
         for terms in all_terms
-        for dense in ((0,) if terms.bias is None and terms.allowed is None else (1, 16))
+        for dense in ((0,) if terms.bias is None and terms.allowed is None else (-1, 1, 16))
     }
-    ways = 2  # to read the tiles: any strides, or whole vectors, which is the copy engine's where there is one
-    assert len(features) * ways == 56
+    assert len(features) == 36
 
 
 class NoDriver:

@@ -92,12 +92,34 @@ def test_rows_that_see_nothing_give_zero_and_minus_infinity():
     assert dk.isfinite().all() and dv.isfinite().all()
 
 
-@pytest.mark.parametrize(("row", "column"), [(2**23 - 2, 1), (1, 2**23 - 2), (2**22, 2**22 - 1)])
-def test_elements_too_far_apart_for_a_tiles_32_bit_offsets_are_copied(row, column):
-    near = torch.empty(1, device="meta").as_strided((1, 1, 5, 8), (0, 0, row, column))
-    far = torch.empty(1, device="meta").as_strided((1, 1, 5, 8), (0, 0, row, column + 1))
-    assert launch.near_rows(far).stride() == (40, 40, 8, 1) and launch.near_rows(near) is near
+@pytest.mark.parametrize("D", [64, 100, 33])
+def test_the_layouts_that_models_have_are_read_as_they_are(D):
+    width = launch.row_width(D, D, 2)
+    assert width == {64: 8, 100: 4, 33: 1}[D]
+    fused = torch.empty(2, 7, 3, 4, D, dtype=torch.bfloat16)  # a projection to queries, keys and values at once
+    for part in fused.unbind(2):
+        x = part.transpose(1, 2)  # [B, H, T, D]
+        for y in (x, x.contiguous(), x[:, :1].expand(2, 4, 7, D), x[:1].expand(5, 4, 7, D), x[:, :, ::2], x[1:, 2:]):
+            assert launch.readable(y, width) is y
+
+
+def test_rows_that_are_no_runs_of_vectors_are_copied():
+    x = torch.randn(2, 4, 7, 24)
+    for y in (x[..., 1:17], x.mT.contiguous().mT[..., :16], x[..., ::3][..., :4]):
+        copy = launch.readable(y, 4)
+        assert copy.is_contiguous() and copy.data_ptr() % 16 == 0 and torch.equal(copy, y)
+
+
+@pytest.mark.parametrize("column", [1, 2**22])
+def test_elements_too_far_apart_for_a_tiles_32_bit_offsets_are_copied(column):
+    def apart(row):
+        return torch.empty(1, device="meta").as_strided((1, 1, 16, 16), (0, 0, row, column))
+
+    near, far = apart(2**23 - column - 1), apart(2**23 - column)
+    assert launch.near_pairs(far).stride() == (256, 256, 16, 1) and launch.near_pairs(near) is near
     assert 255 * (near.stride(2) + near.stride(3)) < 2**31
+    assert launch.readable(apart(2**23 - 4), 4).stride(2) == (2**23 - 4 if column == 1 else 16)
+    assert launch.readable(apart(2**23), 4).stride(2) == 16
 
 
 @pytest.mark.parametrize(

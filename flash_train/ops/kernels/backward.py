@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flash_train.ops.features import Terms
 from flash_train.ops.kernels.bias import bias_gradient
-from flash_train.ops.kernels.launch import Call, block_size, blocks, describe, empty, near_rows, run
+from flash_train.ops.kernels.launch import Call, block_size, blocks, describe, empty, readable, row_width, run
 from flash_train.ops.kernels.scores import drop, key_keys, log2_unit, modify, place_of, queries_of, query_keys
 from flash_train.ops.kernels.tables import Launch
 from flash_train.ops.kernels.tiles import (
@@ -45,7 +45,7 @@ DELTA = Launch(block_t=64, block_s=0, warps=4, stages=1)
 
 @triton.jit(do_not_specialize=["H", "T", "dl_b", "dl_h", "dl_t"], do_not_specialize_on_alignment=["do", "output"])
 def delta_kernel(do, output, grad_lse, delta, do_strides, o_strides, dl_b, dl_h, dl_t, H, T,
-                 E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, ACCESS: tl.constexpr,
+                 E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, WIDTH: tl.constexpr,
                  HAS_GRAD_LSE: tl.constexpr):  # fmt: skip
     """delta = rowsum(dO * O) - dL, [B, H, T] fp32: one program, BLOCK_T rows of one head."""
     blocks = tl.cdiv(T, BLOCK_T)
@@ -54,8 +54,8 @@ def delta_kernel(do, output, grad_lse, delta, do_strides, o_strides, dl_b, dl_h,
     b = head // H
     h = head - b * H
     rows = first + tl.arange(0, BLOCK_T)
-    grad = load_tile(do, do_strides, b, h, first, T, E, BLOCK_T, BLOCK_E, ACCESS, False).to(tl.float32)
-    o = load_tile(output, o_strides, b, h, first, T, E, BLOCK_T, BLOCK_E, ACCESS, False).to(tl.float32)
+    grad = load_tile(do, do_strides, b, h, first, T, E, BLOCK_T, BLOCK_E, WIDTH, False).to(tl.float32)
+    o = load_tile(output, o_strides, b, h, first, T, E, BLOCK_T, BLOCK_E, WIDTH, False).to(tl.float32)
     row = tl.sum(grad * o, 1)
     if HAS_GRAD_LSE:
         pointers = grad_lse + b.to(tl.int64) * dl_b + h.to(tl.int64) * dl_h
@@ -73,7 +73,7 @@ def _fold_queries(dk, dv, k_tile, v_tile, first_key, keys, q, do, lse, delta, q_
     for first in tl.range(start, end, c.BLOCK_T):
         t = first + tl.arange(0, c.BLOCK_T)
         rows = t[None, :]
-        q_tile = load_tile(q, q_strides, at.b, at.h, first, span.end_query, c.D, c.BLOCK_T, c.BLOCK_D, c.ACCESS,
+        q_tile = load_tile(q, q_strides, at.b, at.h, first, span.end_query, c.D, c.BLOCK_T, c.BLOCK_D, c.WIDTH,
                            CUT)  # fmt: skip
         L, delta_rows = row_numbers(lse, delta, at.head, t, span.end_query, n)
         s = multiply(k_tile, q_tile.T, c)  # [BLOCK_S, BLOCK_T]
@@ -82,7 +82,7 @@ def _fold_queries(dk, dv, k_tile, v_tile, first_key, keys, q, do, lse, delta, q_
         if MASKED:
             low, high = visible_keys(rows, span, n, c)
             p = tl.where(is_seen(keys, low, high, c), p, 0.0)
-        do_tile = load_tile(do, do_strides, at.b, at.h, first, span.end_query, c.E, c.BLOCK_T, c.BLOCK_E, c.ACCESS,
+        do_tile = load_tile(do, do_strides, at.b, at.h, first, span.end_query, c.E, c.BLOCK_T, c.BLOCK_E, c.WIDTH,
                             CUT)  # fmt: skip
         query_bits = query_keys(at.base, rows, span, c)
         dv = multiply_add(drop(p, query_bits, key_bits, n, c).to(do_tile.dtype), do_tile, dv, c)  # [BLOCK_S, BLOCK_E]
@@ -128,8 +128,8 @@ def _dkdv_program(q, k, v, do, lse, delta, dk, dv, q_strides, k_strides, v_strid
     b = key_head // n.G
     g = key_head - b * n.G
     first = block * c.BLOCK_S
-    k_tile = load_tile(k, k_strides, b, g, first, n.S, c.D, c.BLOCK_S, c.BLOCK_D, c.ACCESS, False)
-    v_tile = load_tile(v, v_strides, b, g, first, n.S, c.E, c.BLOCK_S, c.BLOCK_E, c.ACCESS, False)
+    k_tile = load_tile(k, k_strides, b, g, first, n.S, c.D, c.BLOCK_S, c.BLOCK_D, c.WIDTH, False)
+    v_tile = load_tile(v, v_strides, b, g, first, n.S, c.E, c.BLOCK_S, c.BLOCK_E, c.WIDTH, False)
     if c.MASK == "documents":
         number, end = documents_of(x.key_document, b, first, n.S, c.BLOCK_S)
         for document in tl.range(number, end):
@@ -145,7 +145,7 @@ def dkdv_kernel(q, k, v, do, lse, delta, dk, dv, q_strides, k_strides, v_strides
                 S, left, right, shift, head_stride, flags, scale, soft_cap, keep_scale, threshold, D: tl.constexpr,
                 E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
                 BLOCK_E: tl.constexpr, MASK: tl.constexpr, MODIFIED: tl.constexpr, SOFT_CAP: tl.constexpr,
-                DENSE: tl.constexpr, DROPOUT: tl.constexpr, ACCESS: tl.constexpr, PRECISION: tl.constexpr,
+                DENSE: tl.constexpr, DROPOUT: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
                 UPCAST: tl.constexpr):  # fmt: skip
     """`_dkdv_program`, its arguments flat."""
     _dkdv_program(q, k, v, do, lse, delta, dk, dv, q_strides, k_strides, v_strides, do_strides,
@@ -154,7 +154,7 @@ def dkdv_kernel(q, k, v, do, lse, delta, dk, dv, q_strides, k_strides, v_strides
                   Extras(bias, bias_strides, allowed, allowed_strides, slopes, sinks, seed, bounds, query_document,
                          key_document),
                   Constants(D, E, BLOCK_T, BLOCK_S, BLOCK_D, BLOCK_E, MASK, MODIFIED, SOFT_CAP, DENSE, DROPOUT,
-                            ACCESS, PRECISION, UPCAST))  # fmt: skip
+                            WIDTH, PRECISION, UPCAST))  # fmt: skip
 
 
 @triton.jit
@@ -165,13 +165,13 @@ def _fold_keys(dq, q_tile, do_tile, L, delta_rows, queries, k, v, k_strides, v_s
     unit = log2_unit(n, c)
     for first in tl.range(start, end, c.BLOCK_S):
         keys = first + tl.arange(0, c.BLOCK_S)[None, :]
-        k_tile = load_tile(k, k_strides, at.b, at.g, first, span.end_key, c.D, c.BLOCK_S, c.BLOCK_D, c.ACCESS, CUT)
+        k_tile = load_tile(k, k_strides, at.b, at.g, first, span.end_key, c.D, c.BLOCK_S, c.BLOCK_D, c.WIDTH, CUT)
         s = multiply(q_tile, k_tile.T, c)  # [BLOCK_T, BLOCK_S]
         s, derivative = modify(s, queries.first, first, queries.rows, keys, at, span, n, x, c)
         p = tl.exp2(s * unit - L[:, None])
         if MASKED:
             p = tl.where(is_seen(keys, queries.low, queries.high, c), p, 0.0)
-        v_tile = load_tile(v, v_strides, at.b, at.g, first, span.end_key, c.E, c.BLOCK_S, c.BLOCK_E, c.ACCESS, CUT)
+        v_tile = load_tile(v, v_strides, at.b, at.g, first, span.end_key, c.E, c.BLOCK_S, c.BLOCK_E, c.WIDTH, CUT)
         dp = drop(multiply(do_tile, v_tile.T, c), queries.bits, key_keys(at.base, keys, span, c), n, c)
         if c.DROPOUT:
             dp *= n.keep_scale
@@ -208,8 +208,8 @@ def _dq_program(q, k, v, do, lse, delta, dq, q_strides, k_strides, v_strides, do
     b = head // n.H
     h = head - b * n.H
     first = block * c.BLOCK_T
-    q_tile = load_tile(q, q_strides, b, h, first, n.T, c.D, c.BLOCK_T, c.BLOCK_D, c.ACCESS, False)
-    do_tile = load_tile(do, do_strides, b, h, first, n.T, c.E, c.BLOCK_T, c.BLOCK_E, c.ACCESS, False)
+    q_tile = load_tile(q, q_strides, b, h, first, n.T, c.D, c.BLOCK_T, c.BLOCK_D, c.WIDTH, False)
+    do_tile = load_tile(do, do_strides, b, h, first, n.T, c.E, c.BLOCK_T, c.BLOCK_E, c.WIDTH, False)
     if c.MASK == "documents":
         number, end = documents_of(x.query_document, b, first, n.T, c.BLOCK_T)
         for document in tl.range(number, end):
@@ -225,7 +225,7 @@ def dq_kernel(q, k, v, do, lse, delta, dq, q_strides, k_strides, v_strides, do_s
               heads, H, G, T, S, left, right, shift, head_stride, flags, scale, soft_cap, keep_scale, threshold,
               D: tl.constexpr, E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
               BLOCK_E: tl.constexpr, MASK: tl.constexpr, MODIFIED: tl.constexpr, SOFT_CAP: tl.constexpr,
-              DENSE: tl.constexpr, DROPOUT: tl.constexpr, ACCESS: tl.constexpr, PRECISION: tl.constexpr,
+              DENSE: tl.constexpr, DROPOUT: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
               UPCAST: tl.constexpr):  # fmt: skip
     """`_dq_program`, its arguments flat."""
     _dq_program(q, k, v, do, lse, delta, dq, q_strides, k_strides, v_strides, do_strides,
@@ -234,7 +234,7 @@ def dq_kernel(q, k, v, do, lse, delta, dq, q_strides, k_strides, v_strides, do_s
                 Extras(bias, bias_strides, allowed, allowed_strides, slopes, sinks, seed, bounds, query_document,
                        key_document),
                 Constants(D, E, BLOCK_T, BLOCK_S, BLOCK_D, BLOCK_E, MASK, MODIFIED, SOFT_CAP, DENSE, DROPOUT,
-                          ACCESS, PRECISION, UPCAST))  # fmt: skip
+                          WIDTH, PRECISION, UPCAST))  # fmt: skip
 
 
 def attention_backward(
@@ -255,7 +255,8 @@ def attention_backward(
     Shapes as `flash_attention_with_lse`; the gradients may have any strides. `launches` overrides the launch table for
     (dK and dV, dQ), for tuning.
     """
-    q, k, v, do = near_rows(q), near_rows(k), near_rows(v), near_rows(grad_output.to(q.dtype))
+    width = row_width(q.shape[3], v.shape[3], q.element_size())
+    q, k, v, do = (readable(x, width) for x in (q, k, v, grad_output.to(q.dtype)))
     lse = lse.contiguous()  # under vmap it may be one that was expanded
     delta = _delta(do, output, grad_lse, lse)  # of the dO that dP is made of: dP - delta cancels
     dq, dk, dv = (empty(x, *x.shape) for x in (q, k, v))
@@ -265,16 +266,18 @@ def attention_backward(
 
     def start(kernel: Any, outputs: tuple[Tensor, ...], heads: int, launch: Launch) -> None:
         (t, s), (d, e) = (launch.block_t, launch.block_s), call.widths
-        inputs, strides, access = describe([q, k, v, do], [(t, d), (s, d), (s, e), (t, e)])
+        inputs, strides, way = describe([q, k, v, do], width, [(t, d), (s, d), (s, e), (t, e)])
         run(
             kernel, (blocks(T, t) if kernel is dq_kernel else blocks(S, s)) * heads, launch,
             *inputs, lse, delta, *outputs, *strides, *call.extras, heads, *call.numbers,
-            *call.constants(launch, access),
+            *call.constants(launch, way),
         )  # fmt: skip
 
     call.start("dkdv", lambda launch: start(dkdv_kernel, (dk, dv), B * G, launch), launches[0])
     call.start("dq", lambda launch: start(dq_kernel, (dq,), B * H, launch), launches[1])
-    dbias = bias_gradient(call, do, lse, delta, q, k, v, terms.bias) if needs_bias and terms.bias is not None else None
+    dbias = None
+    if needs_bias and terms.bias is not None:
+        dbias = bias_gradient(call, width, do, lse, delta, q, k, v, terms.bias)
     return dq, dk, dv, dbias, sinks_gradient(terms.sinks, lse, delta)
 
 
@@ -283,9 +286,10 @@ def _delta(grad_output: Tensor, output: Tensor, grad_lse: Tensor | None, lse: Te
     B, H, T, E = output.shape
     delta = empty(lse, B, H, T)
     dl = lse if grad_lse is None else grad_lse
-    inputs, strides, access = describe([grad_output, output])
+    width = row_width(E, E, output.element_size())  # no narrower than the gradient's
+    inputs, strides, way = describe([readable(grad_output, width), readable(output, width)], width)
     run(
         delta_kernel, blocks(T, DELTA.block_t) * B * H, DELTA,
-        *inputs, dl, delta, *strides, *dl.stride(), H, T, E, DELTA.block_t, block_size(E), access, grad_lse is not None,
+        *inputs, dl, delta, *strides, *dl.stride(), H, T, E, DELTA.block_t, block_size(E), way, grad_lse is not None,
     )  # fmt: skip
     return delta

@@ -52,14 +52,14 @@ def _dS(q, k, v, do, lse, delta, q_strides, k_strides, v_strides, do_strides, b,
     seen = is_seen(keys, low, high, c) & (rows < n.T)
     ds = tl.zeros([c.BLOCK_T, c.BLOCK_S], tl.float32)
     if tl.max(seen.to(tl.int32)) > 0:
-        q_tile = load_tile(q, q_strides, b, h, first, n.T, c.D, c.BLOCK_T, c.BLOCK_D, c.ACCESS, False)
-        k_tile = load_tile(k, k_strides, b, g, first_key, n.S, c.D, c.BLOCK_S, c.BLOCK_D, c.ACCESS, False)
+        q_tile = load_tile(q, q_strides, b, h, first, n.T, c.D, c.BLOCK_T, c.BLOCK_D, c.WIDTH, False)
+        k_tile = load_tile(k, k_strides, b, g, first_key, n.S, c.D, c.BLOCK_S, c.BLOCK_D, c.WIDTH, False)
         at = place_of(b, h, span, n, x, c)
         s, _ = modify(multiply(q_tile, k_tile.T, c), first, first_key, rows, keys, at, span, n, x, c)
         L, delta_rows = row_numbers(lse, delta, at.head, t, n.T, n)
         p = tl.exp2(s * log2_unit(n, c) - L[:, None])
-        do_tile = load_tile(do, do_strides, b, h, first, n.T, c.E, c.BLOCK_T, c.BLOCK_E, c.ACCESS, False)
-        v_tile = load_tile(v, v_strides, b, g, first_key, n.S, c.E, c.BLOCK_S, c.BLOCK_E, c.ACCESS, False)
+        do_tile = load_tile(do, do_strides, b, h, first, n.T, c.E, c.BLOCK_T, c.BLOCK_E, c.WIDTH, False)
+        v_tile = load_tile(v, v_strides, b, g, first_key, n.S, c.E, c.BLOCK_S, c.BLOCK_E, c.WIDTH, False)
         query_bits = query_keys(at.base, rows, span, c)
         key_bits = key_keys(dropout_base(b, h, key_span, x, c), keys, key_span, c)
         dp = drop(multiply(do_tile, v_tile.T, c), query_bits, key_bits, n, c)
@@ -114,7 +114,7 @@ def bias_kernel(q, k, v, do, lse, delta, dbias, q_strides, k_strides, v_strides,
                 S, left, right, shift, head_stride, flags, scale, soft_cap, keep_scale, threshold, BATCHES, HEADS,
                 parts, D: tl.constexpr, E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
                 BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, MASK: tl.constexpr, MODIFIED: tl.constexpr,
-                SOFT_CAP: tl.constexpr, DENSE: tl.constexpr, DROPOUT: tl.constexpr, ACCESS: tl.constexpr,
+                SOFT_CAP: tl.constexpr, DENSE: tl.constexpr, DROPOUT: tl.constexpr, WIDTH: tl.constexpr,
                 PRECISION: tl.constexpr, UPCAST: tl.constexpr, ALL_ROWS: tl.constexpr,
                 ALL_KEYS: tl.constexpr):  # fmt: skip
     """`_bias_program`, its arguments flat."""
@@ -124,28 +124,28 @@ def bias_kernel(q, k, v, do, lse, delta, dbias, q_strides, k_strides, v_strides,
                   Extras(bias, bias_strides, allowed, allowed_strides, slopes, sinks, seed, bounds, query_document,
                          key_document),
                   Constants(D, E, BLOCK_T, BLOCK_S, BLOCK_D, BLOCK_E, MASK, MODIFIED, SOFT_CAP, DENSE, DROPOUT,
-                            ACCESS, PRECISION, UPCAST), BATCHES, HEADS, parts, ALL_ROWS, ALL_KEYS)  # fmt: skip
+                            WIDTH, PRECISION, UPCAST), BATCHES, HEADS, parts, ALL_ROWS, ALL_KEYS)  # fmt: skip
 
 
 def bias_gradient(
-    call: Call, do: Tensor, lse: Tensor, delta: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor
+    call: Call, width: int, do: Tensor, lse: Tensor, delta: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor
 ) -> Tensor:
-    """The bias's gradient, in its shape [B or 1, H or 1, T or 1, S or 1] and dtype."""
+    """The bias's gradient, in its shape [B or 1, H or 1, T or 1, S or 1] and dtype. `width`: `row_width`."""
     B, H, T, _ = q.shape
     S = k.shape[2]
-    batches, heads, height, width = bias.shape
+    batches, heads, rows, keys = bias.shape
     pairs = B // batches * (H // heads)
     partials: list[Tensor] = []
-    inputs, strides, access = describe([q, k, v, do])
+    inputs, strides, way = describe([q, k, v, do], width)
 
     def start(launch: Launch) -> None:
-        tiles = batches * heads * (1 if height < T else blocks(T, launch.block_t))
-        tiles *= 1 if width < S else blocks(S, launch.block_s)
+        tiles = batches * heads * (1 if rows < T else blocks(T, launch.block_t))
+        tiles *= 1 if keys < S else blocks(S, launch.block_s)
         parts = max(1, min(pairs, PROGRAMS // tiles))
         partials[:] = [empty(lse, parts, *bias.shape)]
         run(
             bias_kernel, parts * tiles, launch, *inputs, lse, delta, partials[0], *strides, *call.extras, B * H,
-            *call.numbers, batches, heads, parts, *call.constants(launch, access), height < T, width < S,
+            *call.numbers, batches, heads, parts, *call.constants(launch, way), rows < T, keys < S,
         )  # fmt: skip
 
     call.start("dq", start, None)  # a tile of queries by a tile of keys, as there

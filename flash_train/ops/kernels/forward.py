@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flash_train.ops.features import Terms
-from flash_train.ops.kernels.launch import Call, blocks, describe, empty, near_rows, run
+from flash_train.ops.kernels.launch import Call, blocks, describe, empty, readable, row_width, run
 from flash_train.ops.kernels.scores import drop, key_keys, log2_unit, modify, place_of, queries_of, sink_of
 from flash_train.ops.kernels.tables import Launch
 from flash_train.ops.kernels.tiles import (
@@ -37,7 +37,7 @@ def _fold_keys(acc, m, l, q_tile, queries, k, v, k_strides, v_strides, start, en
     unit = log2_unit(n, c)
     for first in tl.range(start, end, c.BLOCK_S):
         keys = first + tl.arange(0, c.BLOCK_S)[None, :]
-        k_tile = load_tile(k, k_strides, at.b, at.g, first, span.end_key, c.D, c.BLOCK_S, c.BLOCK_D, c.ACCESS,
+        k_tile = load_tile(k, k_strides, at.b, at.g, first, span.end_key, c.D, c.BLOCK_S, c.BLOCK_D, c.WIDTH,
                            False)  # fmt: skip
         s = multiply(q_tile, k_tile.T, c)  # [BLOCK_T, BLOCK_S]
         s, _ = modify(s, queries.first, first, queries.rows, keys, at, span, n, x, c)
@@ -51,7 +51,7 @@ def _fold_keys(acc, m, l, q_tile, queries, k, v, k_strides, v_strides, start, en
         shrink = tl.exp2(m - reference)
         l = l * shrink + tl.sum(p, 1)
         p = drop(p, queries.bits, key_keys(at.base, keys, span, c), n, c)
-        v_tile = load_tile(v, v_strides, at.b, at.g, first, span.end_key, c.E, c.BLOCK_S, c.BLOCK_E, c.ACCESS, CUT)
+        v_tile = load_tile(v, v_strides, at.b, at.g, first, span.end_key, c.E, c.BLOCK_S, c.BLOCK_E, c.WIDTH, CUT)
         acc = multiply_add(p.to(v_tile.dtype), v_tile, acc * shrink[:, None], c)  # [BLOCK_T, BLOCK_E]
         m = m_new
     return acc, m, l
@@ -99,7 +99,7 @@ def _forward_program(q, k, v, output, lse, q_strides, k_strides, v_strides, n, x
     b = head // n.H
     h = head - b * n.H
     first = block * c.BLOCK_T
-    q_tile = load_tile(q, q_strides, b, h, first, n.T, c.D, c.BLOCK_T, c.BLOCK_D, c.ACCESS, False)
+    q_tile = load_tile(q, q_strides, b, h, first, n.T, c.D, c.BLOCK_T, c.BLOCK_D, c.WIDTH, False)
     if c.MASK == "documents":
         number, end = documents_of(x.query_document, b, first, n.T, c.BLOCK_T)
         for document in tl.range(number, end):
@@ -114,7 +114,7 @@ def forward_kernel(q, k, v, output, lse, q_strides, k_strides, v_strides, bias, 
                    left, right, shift, head_stride, flags, scale, soft_cap, keep_scale, threshold, D: tl.constexpr,
                    E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
                    BLOCK_E: tl.constexpr, MASK: tl.constexpr, MODIFIED: tl.constexpr, SOFT_CAP: tl.constexpr,
-                   DENSE: tl.constexpr, DROPOUT: tl.constexpr, ACCESS: tl.constexpr, PRECISION: tl.constexpr,
+                   DENSE: tl.constexpr, DROPOUT: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
                    UPCAST: tl.constexpr):  # fmt: skip
     """`_forward_program`, its arguments flat."""
     _forward_program(q, k, v, output, lse, q_strides, k_strides, v_strides,
@@ -123,7 +123,7 @@ def forward_kernel(q, k, v, output, lse, q_strides, k_strides, v_strides, bias, 
                      Extras(bias, bias_strides, allowed, allowed_strides, slopes, sinks, seed, bounds, query_document,
                             key_document),
                      Constants(D, E, BLOCK_T, BLOCK_S, BLOCK_D, BLOCK_E, MASK, MODIFIED, SOFT_CAP, DENSE, DROPOUT,
-                               ACCESS, PRECISION, UPCAST))  # fmt: skip
+                               WIDTH, PRECISION, UPCAST))  # fmt: skip
 
 
 def attention_forward(
@@ -133,7 +133,8 @@ def attention_forward(
 
     `launch` overrides the launch table, for tuning.
     """
-    q, k, v = near_rows(q), near_rows(k), near_rows(v)
+    width = row_width(q.shape[3], v.shape[3], q.element_size())
+    q, k, v = readable(q, width), readable(k, width), readable(v, width)
     B, H, T, _ = q.shape
     output = empty(q, B, T, H, v.shape[-1], dtype=terms.output_dtype).transpose(1, 2)
     lse = empty(q, B, H, T, dtype=torch.float32)
@@ -142,10 +143,10 @@ def attention_forward(
     def start(launch: Launch) -> None:
         t, s = launch.block_t, launch.block_s
         d, e = call.widths
-        inputs, strides, access = describe([q, k, v], [(t, d), (s, d), (s, e)])
+        inputs, strides, way = describe([q, k, v], width, [(t, d), (s, d), (s, e)])
         run(
             forward_kernel, blocks(T, t) * B * H, launch,
-            *inputs, output, lse, *strides, *call.extras, B * H, *call.numbers, *call.constants(launch, access),
+            *inputs, output, lse, *strides, *call.extras, B * H, *call.numbers, *call.constants(launch, way),
         )  # fmt: skip
 
     call.start("forward", start, launch)

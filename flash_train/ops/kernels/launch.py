@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -26,9 +27,28 @@ def empty(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor
     return torch.empty(shape, dtype=dtype or like.dtype, device=like.device)
 
 
-def near_rows(x: Tensor) -> Tensor:
-    """`x`, copied if an offset inside a tile, of 256 rows and columns at most, would need more than 32 bits."""
-    return x if x.stride(2) + x.stride(3) < 2**23 else x.contiguous()
+@functools.cache
+def row_width(D: int, E: int, itemsize: int) -> int:
+    """How many elements of a row the kernels read at a time: as many as 16 bytes hold, if D and E are multiples."""
+    return math.gcd(D, E, 16 // itemsize)
+
+
+def readable(x: Tensor, width: int) -> Tensor:
+    """`x` [B, H, T, D], copied if its rows are no runs of vectors of `width` elements, or too far apart for `_near`."""
+    *strides, last = x.stride()
+    return x if last == 1 and _near(x) and _aligned(x, strides, width) else x.clone(memory_format=_CONTIGUOUS)
+
+
+_CONTIGUOUS = torch.contiguous_format
+
+
+def _near(x: Tensor) -> bool:
+    """Whether an offset inside a tile, of 256 rows and columns at most, needs no more than 32 bits."""
+    return x.stride(2) + x.stride(3) < 2**23
+
+
+def _aligned(x: Tensor, strides: list[int], width: int) -> bool:
+    return x.data_ptr() % (width * x.element_size()) == 0 and all(stride % width == 0 for stride in strides)
 
 
 def blocks(length: int, size: int) -> int:
@@ -46,12 +66,11 @@ def compiled_features(terms: Terms, dense: int) -> tuple[str, bool, bool, int, b
     """`Constants`' MASK, MODIFIED, SOFT_CAP, DENSE and DROPOUT: the one place that decides what is compiled in.
 
     Plain scores have four kernels, one a kind of mask; modified ones (soft cap, ALiBi, bias, boolean mask, dropout)
-    have two, for windows and for documents, times three choices: soft cap or none; no bias and boolean mask, or any, or
-    one whose rows are read in whole vectors (`dense_width`); dropout or none. ALiBi is in all of these, sinks are in
-    every kernel. That makes 28, times the two ways of `describe`. Lengths, strides, bounds, slopes, sinks, seeds and
-    probabilities are read when a kernel runs.
+    have two, for windows and for documents, times three choices: soft cap or none; no bias and boolean mask, or the
+    three ways to read them (`dense_width`); dropout or none. ALiBi is in all of these, sinks are in every kernel. That
+    makes 36. Lengths, strides, bounds, slopes, sinks, seeds and probabilities are read when a kernel runs.
     """
-    modified = dense > 0 or terms.soft_cap > 0 or terms.alibi_slopes is not None or terms.seed is not None
+    modified = dense != 0 or terms.soft_cap > 0 or terms.alibi_slopes is not None or terms.seed is not None
     if terms.bounds is not None:
         mask = "documents"
     elif modified or terms.left < UNBOUNDED or 0 < terms.right < UNBOUNDED:
@@ -80,8 +99,8 @@ class Call:
         )  # fmt: skip
         """`tiles.Numbers` from H on."""
 
-    def constants(self, launch: Launch, access: str) -> Constants:
-        return _constants(self._sizes, self.widths, launch, self._features, access, self._precision)
+    def constants(self, launch: Launch, width: int) -> Constants:
+        return _constants(self._sizes, self.widths, launch, self._features, width, self._precision)
 
     def start(self, direction: str, start: Callable[[Launch], None], override: Launch | None) -> None:
         """Start a kernel by the launch table's row, or by the next smaller one that the GPU's shared memory holds."""
@@ -90,7 +109,7 @@ class Call:
         key = direction, self.q.device, self.q.dtype, self._sizes, self._features
         launch = _FITTING.get(key)
         if launch is None:
-            dense = self._features[3] > 0
+            dense = self._features[3] != 0
             launch = lookup(
                 architecture(self.q.device), direction, self.q.element_size(), max(self.widths), dense=dense
             )
@@ -113,11 +132,11 @@ def _constants(
     widths: tuple[int, int],
     launch: Launch,
     features: tuple[str, bool, bool, int, bool],
-    access: str,
+    width: int,
     precision: str,
 ) -> Constants:
     blocks = launch.block_t, launch.block_s
-    return Constants(*sizes, *blocks, *widths, *features, access, precision, interpreting())
+    return Constants(*sizes, *blocks, *widths, *features, width, precision, interpreting())
 
 
 _FITTING: dict[tuple[Any, ...], Launch] = {}
@@ -128,32 +147,40 @@ def _extras(terms: Terms, whole: tuple[int, ...], stand_in: Tensor, head_stride:
     """(`tiles.Extras`, `dense_width`); for a tensor that the call lacks, `stand_in` in the type it would have."""
     if all(x is None for x in terms[TENSORS]):
         return (stand_in, _NOWHERE, stand_in, _NOWHERE, *(stand_in,) * 6), 0
-    bias, allowed = (x if x is None else near_rows(x).expand(whole) for x in (terms.bias, terms.allowed))
+    bias, allowed = (x if x is None else near_pairs(x).expand(whole) for x in (terms.bias, terms.allowed))
     dense = dense_width([x for x in (bias, allowed) if x is not None])
     octets = stand_in if dense == 0 else stand_in.view(torch.uint8)
     slopes, sinks = (x if x is None or head_stride == 0 else x.contiguous() for x in (terms.alibi_slopes, terms.sinks))
     rest = slopes, sinks, *(x if x is None else x.contiguous() for x in terms[_SEED_TO_DOCUMENTS])
     return (
-        *((stand_in, _NOWHERE) if bias is None else (bias, as_numbers(bias.stride(), dense))),
-        *((octets, _NOWHERE) if allowed is None else (allowed.view(torch.uint8), as_numbers(allowed.stride(), dense))),
+        *((stand_in, _NOWHERE) if bias is None else (bias, as_numbers(bias.stride()))),
+        *((octets, _NOWHERE) if allowed is None else (allowed.view(torch.uint8), as_numbers(allowed.stride()))),
         *(stand_in if x is None else x for x in rest),
     ), dense
 
 
 def dense_width(tensors: list[Tensor]) -> int:
-    """How many keys of bias and boolean mask [B, H, T, S] are read at a time: 0 if there is none of them."""
+    """How many keys of bias and boolean mask [B, H, T, S] are read at a time: 16, or 1, where each key stands beside
+    the next; or -1: one at any stride, 0 where it is the same for all keys. 0 if there is none of them."""
     if not tensors:
         return 0
-    return 16 if all(x.shape[3] % 16 == 0 and _aligned(x, 16) for x in tensors) else 1
+    if any(x.stride(3) != 1 for x in tensors):
+        return -1
+    return 16 if all(x.shape[3] % 16 == 0 and _aligned(x, list(x.stride()[:3]), 16) for x in tensors) else 1
 
 
-def as_numbers(strides: tuple[int, ...], width: int) -> tuple[int, ...]:
+def near_pairs(x: Tensor) -> Tensor:
+    """A bias or boolean mask, copied if its rows are too far apart for `_near`."""
+    return x if _near(x) else x.contiguous()
+
+
+def as_numbers(strides: tuple[int, ...]) -> tuple[int, ...]:
     """Strides for `tiles.strides_of`. Triton compiles a kernel for each pattern of ones and of multiples of 16 in a
     tuple of integers; these are odd and more than 1, so that all strides have one kernel."""
-    return tuple([2 * (stride // width) + 3 for stride in strides])
+    return tuple([2 * stride + 3 for stride in strides])
 
 
-_NOWHERE = as_numbers((0, 0, 0, 0), 1)
+_NOWHERE = as_numbers((0, 0, 0, 0))
 
 
 _SEED_TO_DOCUMENTS = slice(Terms._fields.index("seed"), Terms._fields.index("key_document") + 1)
@@ -201,24 +228,21 @@ def matmul_precision(dtype: torch.dtype, device: torch.device) -> str:
 
 
 def describe(
-    tensors: list[Tensor], blocks: list[tuple[int, int]] | None = None
-) -> tuple[list[Any], list[tuple[int, ...] | None], str]:
-    """(kernel arguments, their strides, `Constants.ACCESS`) of [B, H, T, D] tensors: one way for all of them.
+    tensors: list[Tensor], width: int, blocks: list[tuple[int, int]] | None = None
+) -> tuple[list[Any], list[tuple[int, ...] | None], int]:
+    """(kernel arguments, their strides, `Constants.WIDTH`) of [B, H, T, D] tensors that are `readable`.
 
-    "elements": any strides. "vectors": where addresses and strides are multiples of 16 bytes, and the last stride is 1.
-    "descriptors": the same tensors where there is a copy engine, in `blocks`, the (rows, width) in which each of them
-    is read; but for fp32, whose products on the ordinary cores spill hundreds of registers when they read from a
-    descriptor's layout.
+    They are described to the copy engine where there is one and `blocks`, the (rows, width) in which each of them is
+    read, is given. It takes rows of whole 16 bytes; and for fp32 it is left alone: its products, on the ordinary cores,
+    spill hundreds of registers when they read from a descriptor's layout.
     """
-    if not all(_aligned(x, 16 // x.element_size()) for x in tensors):
-        return list(tensors), [as_numbers(x.stride(), 1) for x in tensors], "elements"
-    if blocks is None or tensors[0].element_size() != 2 or not _has_copy_engine(tensors[0].device):
-        return list(tensors), [as_numbers(x.stride(), 16 // x.element_size()) for x in tensors], "vectors"
+    if blocks is None or width != 8 or tensors[0].element_size() != 2 or not _has_copy_engine(tensors[0].device):
+        return list(tensors), [as_numbers(x.stride()) for x in tensors], width
     descriptors = [
-        TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, width])
-        for x, (rows, width) in zip(tensors, blocks, strict=True)
+        TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, columns])
+        for x, (rows, columns) in zip(tensors, blocks, strict=True)
     ]
-    return descriptors, [None] * len(tensors), "descriptors"
+    return descriptors, [None] * len(tensors), 0
 
 
 @functools.cache
@@ -226,12 +250,6 @@ def _has_copy_engine(device: torch.device) -> bool:
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(device)[0] in (9, 10)
-
-
-def _aligned(x: Tensor, width: int) -> bool:
-    """Whether rows can be read `width` elements, 16 bytes or more, at a time."""
-    *strides, last = x.stride()
-    return last == 1 and x.data_ptr() % 16 == 0 and all(stride % width == 0 for stride in strides)
 
 
 def run(kernel: Any, programs: int, launch: Launch, *args: Any) -> None:

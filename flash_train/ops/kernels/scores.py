@@ -107,7 +107,8 @@ def modify(s, first, first_key, rows, keys, at, span, n, x, c):
             derivative = 1.0 - ratio * ratio
         s -= at.slope * tl.abs(rows + span.shift - keys).to(tl.float32)
         if c.DENSE:
-            inside = (rows < n.T) & (keys // c.DENSE < n.S // c.DENSE)  # so loads are known to be DENSE keys wide
+            STEP: tl.constexpr = max(c.DENSE, 1)
+            inside = (rows < n.T) & (keys // STEP < n.S // STEP)  # so loads are known to be DENSE keys wide
             bias = _dense(x.bias, x.bias_strides, at, first, first_key, rows, keys, c)
             s += tl.load(bias, mask=inside & ((n.flags & HAS_BIAS) != 0), other=0.0).to(tl.float32)
             allowed = _dense(x.allowed, x.allowed_strides, at, first, first_key, rows, keys, c)

@@ -30,10 +30,10 @@ class Constants(NamedTuple):
     """Whether scores are more than scale q k^T: ALiBi, if nothing else."""
     SOFT_CAP: Any
     DENSE: Any
-    """0, or if a bias or a boolean mask is read: how many keys at a time, 16 or 1 (`launch.dense_width`)."""
+    """0, or where a bias or a boolean mask is read, or both, in what steps: `launch.dense_width`."""
     DROPOUT: Any
-    ACCESS: Any
-    """How tiles are read: `launch.describe`."""
+    WIDTH: Any
+    """How many elements of a row are read at a time (`launch.row_width`); 0: tiles come through tensor descriptors."""
     PRECISION: Any
     UPCAST: Any
     """Triton's interpreter multiplies bf16 operands wrongly."""
@@ -67,7 +67,7 @@ class Numbers(NamedTuple):
 NOT_SPECIALIZED = ["heads", "H", "G", "T", "S", "left", "right", "shift", "head_stride", "flags", "threshold"]
 """No kernel is compiled anew for a 1 or a multiple of 16 among these."""
 ALIGNMENT_TOLD = ["q", "k", "v", "do"]
-"""Nor for an address of these that is a multiple of 16 bytes: ACCESS says so."""
+"""Nor for an address of these that is a multiple of 16 bytes: WIDTH says so."""
 TOP_LEFT, HAS_BIAS, HAS_ALLOWED, HAS_SLOPES, HAS_SINKS = (tl.constexpr(2**i) for i in range(5))
 
 
@@ -211,33 +211,30 @@ def query_tiles(first, span, n, c):
 
 @triton.jit
 def strides_of(numbers, WIDTH: tl.constexpr):
-    """The strides that `launch.as_numbers(strides, WIDTH)` holds, all multiples of WIDTH but for the last, which is 1
-    where WIDTH is not."""
-    b, h, t = (numbers[0] >> 1) - 1, (numbers[1] >> 1) - 1, (numbers[2] >> 1) - 1
-    if WIDTH == 1:
-        return b, h, t, (numbers[3] >> 1) - 1
+    """The strides in `launch.as_numbers`, multiples of WIDTH but for the last, which is 1; or any, if WIDTH is -1."""
+    b, h, t, d = (numbers[0] >> 1) - 1, (numbers[1] >> 1) - 1, (numbers[2] >> 1) - 1, (numbers[3] >> 1) - 1
+    if WIDTH == -1:
+        return b, h, t, d
     else:
-        return b * WIDTH, h * WIDTH, t * WIDTH, 1
+        return b // WIDTH * WIDTH, h // WIDTH * WIDTH, t // WIDTH * WIDTH, 1  # which the compiler then knows
 
 
 @triton.jit
 def load_tile(x, strides, b, h, start, end, SIZE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-              ACCESS: tl.constexpr, CUT: tl.constexpr):  # fmt: skip
+              WIDTH: tl.constexpr, CUT: tl.constexpr):  # fmt: skip
     """Rows start to start + BLOCK of head (b, h), zeros outside the tensor; with CUT, from row `end` on, too."""
     rows = start + tl.arange(0, BLOCK)
-    if ACCESS == "descriptors":
+    if WIDTH == 0:
         tile = x.load([b, h, start, 0]).reshape([BLOCK, BLOCK_SIZE])  # [BLOCK, BLOCK_SIZE]
         if CUT:  # what a neighbour holds may be NaN, and 0 * NaN is NaN
             tile = tl.where((rows < end)[:, None], tile, 0.0)
         return tile
     else:
-        WIDTH: tl.constexpr = 128 // x.dtype.element_ty.primitive_bitwidth if ACCESS == "vectors" else 1
         stride_b, stride_h, stride_t, stride_d = strides_of(strides, WIDTH)
         columns = tl.arange(0, BLOCK_SIZE)[None, :]
-        # 64 bits to the tile, since B H T D may pass 2^31 elements; inside it 32 save registers (`launch.near_rows`)
+        # 64 bits to the tile, since B H T D may pass 2^31 elements; inside it 32 save registers (`launch.readable`)
         base = x + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h + tl.full([], start, tl.int64) * stride_t
-        if ACCESS == "vectors":
-            base = tl.multiple_of(base, 16)
+        base = tl.multiple_of(base, WIDTH * x.dtype.element_ty.primitive_bitwidth // 8)
         mask = (rows < end)[:, None]
         if SIZE != BLOCK_SIZE:
             mask = mask & (columns < SIZE)
