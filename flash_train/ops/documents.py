@@ -41,7 +41,7 @@ class Documents:
         # not ids[:, 1:] != ids[:, :-1], of which torch.export makes a program that refuses T = 2
         changes = (torch.arange(T, device=ids.device) == 0) | (ids != ids.roll(1, dims=1))
         number = changes.flatten().cumsum(0) - 1
-        every = torch.arange(B * T, device=ids.device)
+        every = torch.ones_like(number).cumsum(0) - 1  # batched under vmap as `number` is: searchsorted warns of others
         first, end = torch.searchsorted(number, every), torch.searchsorted(number, every, right=True)
         row_start = torch.div((end - 1).clamp(min=0), max(T, 1), rounding_mode="floor") * T
         first, end = first - row_start, end - row_start

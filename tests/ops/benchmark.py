@@ -101,7 +101,7 @@ def long_sequences(T: int = 16384, part: int = 1024) -> None:
             for name, mask in masks.items()
         }
         timed[f"packed documents of {part}"] = (
-            lambda packed=packed: flash_attention_packed(*packed, ends, ends, causal=True)[0],
+            lambda q=packed[0], k=packed[1], v=packed[2]: flash_attention_packed(q, k, v, ends, ends, causal=True)[0],
             packed,
             do[0].transpose(0, 1),
         )

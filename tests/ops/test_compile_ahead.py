@@ -18,6 +18,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 import torch
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -188,7 +189,7 @@ def wanted(monkeypatch):
         kernels.setdefault(key, set()).add(str(compile["configs"]))
         return True
 
-    monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", note)
+    monkeypatch.setattr(knobs.runtime, "jit_cache_hook", note)
     monkeypatch.setattr(launch_module, "architecture", lambda device: "sm_90")
     monkeypatch.setattr(launch_module, "_has_copy_engine", lambda device: True)
     monkeypatch.setattr(choice, "_triton_obstacle", lambda q, v, asked_by_name: None)

@@ -9,7 +9,8 @@ from triton.runtime.errors import OutOfResources
 
 from flash_train.ops.attention import Score, choose_implementation, flash_attention, flash_attention_with_lse
 from flash_train.ops.features import Terms
-from flash_train.ops.kernels import launch
+from flash_train.ops.kernels import launch, operands
+from flash_train.ops.kernels.tiles import Constants
 from tests.ops import sweep
 from tests.ops.errors import Case, check, inputs, results
 
@@ -94,19 +95,19 @@ def test_rows_that_see_nothing_give_zero_and_minus_infinity():
 
 @pytest.mark.parametrize("D", [64, 100, 33])
 def test_the_layouts_that_models_have_are_read_as_they_are(D):
-    width = launch.row_width(D, D, 2)
+    width = operands.row_width(D, D, 2)
     assert width == {64: 8, 100: 4, 33: 1}[D]
     fused = torch.empty(2, 7, 3, 4, D, dtype=torch.bfloat16)  # a projection to queries, keys and values at once
     for part in fused.unbind(2):
         x = part.transpose(1, 2)  # [B, H, T, D]
         for y in (x, x.contiguous(), x[:, :1].expand(2, 4, 7, D), x[:1].expand(5, 4, 7, D), x[:, :, ::2], x[1:, 2:]):
-            assert launch.readable(y, width) is y
+            assert operands.readable(y, width) is y
 
 
 def test_rows_that_are_no_runs_of_vectors_are_copied():
     x = torch.randn(2, 4, 7, 24)
     for y in (x[..., 1:17], x.mT.contiguous().mT[..., :16], x[..., ::3][..., :4]):
-        copy = launch.readable(y, 4)
+        copy = operands.readable(y, 4)
         assert copy.is_contiguous() and copy.data_ptr() % 16 == 0 and torch.equal(copy, y)
 
 
@@ -116,10 +117,10 @@ def test_elements_too_far_apart_for_a_tiles_32_bit_offsets_are_copied(column):
         return torch.empty(1, device="meta").as_strided((1, 1, 16, 16), (0, 0, row, column))
 
     near, far = apart(2**23 - column - 1), apart(2**23 - column)
-    assert launch.near_pairs(far).stride() == (256, 256, 16, 1) and launch.near_pairs(near) is near
+    assert operands.near_pairs(far).stride() == (256, 256, 16, 1) and operands.near_pairs(near) is near
     assert 255 * (near.stride(2) + near.stride(3)) < 2**31
-    assert launch.readable(apart(2**23 - 4), 4).stride(2) == (2**23 - 4 if column == 1 else 16)
-    assert launch.readable(apart(2**23), 4).stride(2) == 16
+    assert operands.readable(apart(2**23 - 4), 4).stride(2) == (2**23 - 4 if column == 1 else 16)
+    assert operands.readable(apart(2**23), 4).stride(2) == 16
 
 
 @pytest.mark.parametrize(
@@ -136,29 +137,47 @@ def test_what_the_kernels_do_not_take_is_refused_by_name_and_stepped_down_otherw
     assert choose_implementation("flash", x, x, x).name == "tiled"
 
 
+class Kernel:
+    """Stands in for a kernel, and for what Triton compiles of it, on a GPU that holds tiles of so many keys."""
+
+    __name__ = "kernel"
+
+    def __init__(self, keys):
+        self.keys = keys
+        self.tried = []
+
+    def __getitem__(self, grid):
+        return self.launch
+
+    def launch(self, *args, num_stages=None, **_):
+        block_s = args[-len(Constants._fields) :][Constants._fields.index("BLOCK_S")]
+        self.tried.append((block_s, num_stages))
+        if block_s > self.keys or (num_stages or 0) > 1:
+            raise OutOfResources(2**18, 2**17, "shared memory")
+        return self
+
+
 def test_a_tile_that_the_gpu_cannot_hold_makes_room_for_a_smaller_one_said_once(monkeypatch, caplog):
     monkeypatch.setattr(launch, "_FITTING", {})
+    monkeypatch.setattr(launch, "_COMPILED", {})
     monkeypatch.setattr(launch, "architecture", lambda device: "sm_90")
     q = torch.randn(1, 2, 3, 64, dtype=torch.bfloat16)
     call = launch.Call(q, q, Terms(1.0), q)
-    tried = []
 
-    def start(row):
-        tried.append(row)
-        if row.stages > 1 or row.block_s > 32:
-            raise OutOfResources(2**18, 2**17, "shared memory")
+    def start(kernel):
+        call.start("forward", kernel, [q, q, q], 2, lambda row: (1, (), ()))
 
-    call.start("forward", start, None)
-    assert [(row.block_s, row.stages) for row in tried] == [(64, 3), (64, 2), (64, 1), (32, 1)]
+    small = Kernel(keys=32)
+    start(small)
+    assert small.tried == [(64, 3), (64, 2), (64, 1), (32, 1)]
     assert len(caplog.records) == 3 and "the forward kernel takes" in caplog.text and "shared memory" in caplog.text
-    call.start("forward", start, None)
-    assert tried[4:] == tried[3:4] and len(caplog.records) == 3
+    start(small)
+    assert small.tried[4:] == [(32, None)] and len(caplog.records) == 3  # the compiled kernel, at once
 
-    def never(row):
-        raise OutOfResources(2**18, 2**17, "shared memory")
-
+    launch._FITTING.clear()
+    launch._COMPILED.clear()
     with pytest.raises(OutOfResources):
-        call.start("dq", never, None)
+        start(Kernel(keys=0))
 
 
 @pytest.mark.parametrize("sign", [-1, 1])

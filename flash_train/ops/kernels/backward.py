@@ -6,15 +6,14 @@ five, and the same bits on every run. The heads of a group are a loop inside the
 expanded. The gradient of a bias is a pass of its own, made where it is asked for (`bias.py`).
 """
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from flash_train.ops.features import Terms
 from flash_train.ops.kernels.bias import bias_gradient
-from flash_train.ops.kernels.launch import Call, block_size, blocks, describe, empty, readable, row_width, run
+from flash_train.ops.kernels.launch import Call, block_size, blocks, empty, run
+from flash_train.ops.kernels.operands import as_numbers, large, readable, row_width
 from flash_train.ops.kernels.scores import drop, key_keys, log2_unit, modify, place_of, queries_of, query_keys
 from flash_train.ops.kernels.tables import Launch
 from flash_train.ops.kernels.tiles import (
@@ -255,29 +254,24 @@ def attention_backward(
     Shapes as `flash_attention_with_lse`; the gradients may have any strides. `launches` overrides the launch table for
     (dK and dV, dQ), for tuning.
     """
-    width = row_width(q.shape[3], v.shape[3], q.element_size())
-    q, k, v, do = (readable(x, width) for x in (q, k, v, grad_output.to(q.dtype)))
-    lse = lse.contiguous()  # under vmap it may be one that was expanded
-    delta = _delta(do, output, grad_lse, lse)  # of the dO that dP is made of: dP - delta cancels
-    dq, dk, dv = (empty(x, *x.shape) for x in (q, k, v))
-    call = Call(q, v, terms, lse)
     B, H, T, _ = q.shape
     G, S = k.shape[1:3]
-
-    def start(kernel: Any, outputs: tuple[Tensor, ...], heads: int, launch: Launch) -> None:
-        (t, s), (d, e) = (launch.block_t, launch.block_s), call.widths
-        inputs, strides, way = describe([q, k, v, do], width, [(t, d), (s, d), (s, e), (t, e)])
-        run(
-            kernel, (blocks(T, t) if kernel is dq_kernel else blocks(S, s)) * heads, launch,
-            *inputs, lse, delta, *outputs, *strides, *call.extras, heads, *call.numbers,
-            *call.constants(launch, way),
-        )  # fmt: skip
-
-    call.start("dkdv", lambda launch: start(dkdv_kernel, (dk, dv), B * G, launch), launches[0])
-    call.start("dq", lambda launch: start(dq_kernel, (dq,), B * H, launch), launches[1])
+    lse = lse.contiguous()  # under vmap it may be one that was expanded
+    call = Call(q, v, terms, lse)
+    inputs = [readable(x, call.row_width) for x in (q, k, v, grad_output.to(q.dtype))]
+    delta = _delta(inputs[3], output, grad_lse, lse)  # of the dO that dP is made of: dP - delta cancels
+    dq, dk, dv = (empty(x, *x.shape) for x in (q, k, v))
+    call.start(
+        "dkdv", dkdv_kernel, inputs, B * G,
+        lambda launch: (blocks(S, launch.block_s) * B * G, (lse, delta, dk, dv), ()), override=launches[0],
+    )  # fmt: skip
+    call.start(
+        "dq", dq_kernel, inputs, B * H,
+        lambda launch: (blocks(T, launch.block_t) * B * H, (lse, delta, dq), ()), override=launches[1],
+    )  # fmt: skip
     dbias = None
     if needs_bias and terms.bias is not None:
-        dbias = bias_gradient(call, width, do, lse, delta, q, k, v, terms.bias)
+        dbias = bias_gradient(call, inputs, lse, delta, terms.bias)
     return dq, dk, dv, dbias, sinks_gradient(terms.sinks, lse, delta)
 
 
@@ -287,9 +281,14 @@ def _delta(grad_output: Tensor, output: Tensor, grad_lse: Tensor | None, lse: Te
     delta = empty(lse, B, H, T)
     dl = lse if grad_lse is None else grad_lse
     width = row_width(E, E, output.element_size())  # no narrower than the gradient's
-    inputs, strides, way = describe([readable(grad_output, width), readable(output, width)], width)
+    do, o = readable(grad_output, width), readable(output, width)
+    strides = as_numbers(do.stride()), as_numbers(o.stride())
+    key = (
+        "delta", output.device, do.dtype, o.dtype, dl.dtype, E, width, grad_lse is not None, dl.data_ptr() % 16 == 0,
+        *(large(x) for x in (*strides, dl.stride())),
+    )  # fmt: skip
     run(
-        delta_kernel, blocks(T, DELTA.block_t) * B * H, DELTA,
-        *inputs, dl, delta, *strides, *dl.stride(), H, T, E, DELTA.block_t, block_size(E), way, grad_lse is not None,
+        delta_kernel, output.device, blocks(T, DELTA.block_t) * B * H, DELTA, key,
+        do, o, dl, delta, *strides, *dl.stride(), H, T, E, DELTA.block_t, block_size(E), width, grad_lse is not None,
     )  # fmt: skip
     return delta

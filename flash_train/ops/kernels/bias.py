@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flash_train.ops.kernels.launch import Call, blocks, describe, empty, run
+from flash_train.ops.kernels.launch import Call, blocks, empty
 from flash_train.ops.kernels.scores import drop, dropout_base, key_keys, log2_unit, modify, place_of, query_keys
 from flash_train.ops.kernels.tables import Launch
 from flash_train.ops.kernels.tiles import (
@@ -127,26 +127,20 @@ def bias_kernel(q, k, v, do, lse, delta, dbias, q_strides, k_strides, v_strides,
                             WIDTH, PRECISION, UPCAST), BATCHES, HEADS, parts, ALL_ROWS, ALL_KEYS)  # fmt: skip
 
 
-def bias_gradient(
-    call: Call, width: int, do: Tensor, lse: Tensor, delta: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor
-) -> Tensor:
-    """The bias's gradient, in its shape [B or 1, H or 1, T or 1, S or 1] and dtype. `width`: `row_width`."""
-    B, H, T, _ = q.shape
-    S = k.shape[2]
+def bias_gradient(call: Call, inputs: list[Tensor], lse: Tensor, delta: Tensor, bias: Tensor) -> Tensor:
+    """The bias's gradient, in its shape [B or 1, H or 1, T or 1, S or 1] and dtype. `inputs`: q, k, v, dO."""
+    (B, H, T, _), S = inputs[0].shape, inputs[1].shape[2]
     batches, heads, rows, keys = bias.shape
     pairs = B // batches * (H // heads)
     partials: list[Tensor] = []
-    inputs, strides, way = describe([q, k, v, do], width)
 
-    def start(launch: Launch) -> None:
+    def rest(launch: Launch) -> tuple[int, tuple[Tensor, ...], tuple[int, ...]]:
         tiles = batches * heads * (1 if rows < T else blocks(T, launch.block_t))
         tiles *= 1 if keys < S else blocks(S, launch.block_s)
         parts = max(1, min(pairs, PROGRAMS // tiles))
         partials[:] = [empty(lse, parts, *bias.shape)]
-        run(
-            bias_kernel, parts * tiles, launch, *inputs, lse, delta, partials[0], *strides, *call.extras, B * H,
-            *call.numbers, batches, heads, parts, *call.constants(launch, way), rows < T, keys < S,
-        )  # fmt: skip
+        return parts * tiles, (lse, delta, partials[0]), (batches, heads, parts)
 
-    call.start("dq", start, None)  # a tile of queries by a tile of keys, as there
+    # a tile of queries by a tile of keys, as for dQ
+    call.start("dq", bias_kernel, inputs, B * H, rest, flags=(rows < T, keys < S), by_copy_engine=False)
     return partials[0].sum(0).to(bias.dtype)

@@ -57,9 +57,11 @@ def packed_documents(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, T: int, S: int)
     """(bounds [N + 2, 4], query_document [1, T], key_document [1, S]) of N documents, whose offsets are [N + 1]."""
     N = cu_seqlens_q.shape[0] - 1
     tables = [empty(cu_seqlens_q, *shape, dtype=torch.int32) for shape in ((N + 2, 4), (1, T), (1, S))]
+    offsets = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
+    key = "documents", cu_seqlens_q.device, *((x.dtype, x.data_ptr() % 16 == 0) for x in offsets)
     run(
-        documents_kernel, blocks(max(T, S, N + 2), LAUNCH.block_t), LAUNCH,
-        cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), *tables, N, T, S, N.bit_length(), LAUNCH.block_t,
+        documents_kernel, cu_seqlens_q.device, blocks(max(T, S, N + 2), LAUNCH.block_t), LAUNCH, key,
+        *offsets, *tables, N, T, S, N.bit_length(), LAUNCH.block_t,
     )  # fmt: skip
     bounds, query_document, key_document = tables
     return bounds, query_document, key_document

@@ -6,7 +6,8 @@ import triton.language as tl
 from torch import Tensor
 
 from flash_train.ops.features import Terms
-from flash_train.ops.kernels.launch import Call, blocks, describe, empty, readable, row_width, run
+from flash_train.ops.kernels.launch import Call, blocks, empty
+from flash_train.ops.kernels.operands import readable
 from flash_train.ops.kernels.scores import drop, key_keys, log2_unit, modify, place_of, queries_of, sink_of
 from flash_train.ops.kernels.tables import Launch
 from flash_train.ops.kernels.tiles import (
@@ -133,21 +134,12 @@ def attention_forward(
 
     `launch` overrides the launch table, for tuning.
     """
-    width = row_width(q.shape[3], v.shape[3], q.element_size())
-    q, k, v = readable(q, width), readable(k, width), readable(v, width)
     B, H, T, _ = q.shape
     output = empty(q, B, T, H, v.shape[-1], dtype=terms.output_dtype).transpose(1, 2)
     lse = empty(q, B, H, T, dtype=torch.float32)
     call = Call(q, v, terms, lse)
-
-    def start(launch: Launch) -> None:
-        t, s = launch.block_t, launch.block_s
-        d, e = call.widths
-        inputs, strides, way = describe([q, k, v], width, [(t, d), (s, d), (s, e)])
-        run(
-            forward_kernel, blocks(T, t) * B * H, launch,
-            *inputs, output, lse, *strides, *call.extras, B * H, *call.numbers, *call.constants(launch, way),
-        )  # fmt: skip
-
-    call.start("forward", start, launch)
+    call.start(
+        "forward", forward_kernel, [readable(x, call.row_width) for x in (q, k, v)], B * H,
+        lambda launch: (blocks(T, launch.block_t) * B * H, (output, lse), ()), override=launch,
+    )  # fmt: skip
     return output, lse

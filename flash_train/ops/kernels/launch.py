@@ -1,9 +1,8 @@
-"""What every launcher does: allocate, choose a launch, describe the operands, start the kernel on their device."""
+"""What every launcher does: allocate, choose a launch, start the kernel on its tensors' device."""
 
 import contextlib
 import functools
 import logging
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,11 +10,11 @@ import torch
 import triton
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flash_train.ops.choice import interpreting
 from flash_train.ops.dropout import threshold
-from flash_train.ops.features import TENSORS, UNBOUNDED, Terms
+from flash_train.ops.features import UNBOUNDED, Terms
+from flash_train.ops.kernels.operands import as_numbers, descriptors, extras, large, row_width
 from flash_train.ops.kernels.tables import Launch, lookup, smaller
 from flash_train.ops.kernels.tiles import HAS_ALLOWED, HAS_BIAS, HAS_SINKS, HAS_SLOPES, TOP_LEFT, Constants
 
@@ -25,30 +24,6 @@ _log = logging.getLogger(__name__)
 def empty(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
     """Uninitialised memory on `like`'s device. The launchers' one allocation: tests fill it with NaN."""
     return torch.empty(shape, dtype=dtype or like.dtype, device=like.device)
-
-
-@functools.cache
-def row_width(D: int, E: int, itemsize: int) -> int:
-    """How many elements of a row the kernels read at a time: as many as 16 bytes hold, if D and E are multiples."""
-    return math.gcd(D, E, 16 // itemsize)
-
-
-def readable(x: Tensor, width: int) -> Tensor:
-    """`x` [B, H, T, D], copied if its rows are no runs of vectors of `width` elements, or too far apart for `_near`."""
-    *strides, last = x.stride()
-    return x if last == 1 and _near(x) and _aligned(x, strides, width) else x.clone(memory_format=_CONTIGUOUS)
-
-
-_CONTIGUOUS = torch.contiguous_format
-
-
-def _near(x: Tensor) -> bool:
-    """Whether an offset inside a tile, of 256 rows and columns at most, needs no more than 32 bits."""
-    return x.stride(2) + x.stride(3) < 2**23
-
-
-def _aligned(x: Tensor, strides: list[int], width: int) -> bool:
-    return x.data_ptr() % (width * x.element_size()) == 0 and all(stride % width == 0 for stride in strides)
 
 
 def blocks(length: int, size: int) -> int:
@@ -67,8 +42,8 @@ def compiled_features(terms: Terms, dense: int) -> tuple[str, bool, bool, int, b
 
     Plain scores have four kernels, one a kind of mask; modified ones (soft cap, ALiBi, bias, boolean mask, dropout)
     have two, for windows and for documents, times three choices: soft cap or none; no bias and boolean mask, or the
-    three ways to read them (`dense_width`); dropout or none. ALiBi is in all of these, sinks are in every kernel. That
-    makes 36. Lengths, strides, bounds, slopes, sinks, seeds and probabilities are read when a kernel runs.
+    three ways to read them (`operands.dense_width`); dropout or none. ALiBi is in all of these, sinks are in every
+    kernel. That makes 36. Lengths, strides, bounds, slopes, sinks, seeds and probabilities are read when a kernel runs.
     """
     modified = dense != 0 or terms.soft_cap > 0 or terms.alibi_slopes is not None or terms.seed is not None
     if terms.bounds is not None:
@@ -86,104 +61,117 @@ class Call:
     def __init__(self, q: Tensor, v: Tensor, terms: Terms, stand_in: Tensor) -> None:
         B, H, T, D = q.shape
         G, S, E = v.shape[1:]
-        self.q = q
-        self.widths = block_size(D), block_size(E)
+        self._device = q.device
+        self._itemsize = q.element_size()
         self._sizes = D, E
-        self._precision = matmul_precision(q.dtype, q.device)
+        self._widths = block_size(D), block_size(E)
+        self.row_width = row_width(D, E, self._itemsize)
+        """How tiles must be `operands.readable`."""
         head_stride = _head_stride(terms, H)
-        self.extras, dense = _extras(terms, (B, H, T, S), stand_in, head_stride)
-        self._features = compiled_features(terms, dense)
-        self.numbers = (
+        self._numbers = (
             H, G, T, S, terms.left, terms.right, 0 if terms.top_left else S - T, head_stride,
             _flags(terms), terms.scale, terms.soft_cap, 1 / (1 - terms.dropout), threshold(terms.dropout),
         )  # fmt: skip
-        """`tiles.Numbers` from H on."""
+        self._extras, dense, kinds = extras(terms, (B, H, T, S), stand_in, head_stride)
+        self._features = compiled_features(terms, dense)
+        self._precision = matmul_precision(q.dtype, q.device)
+        self._key = q.device, q.dtype, terms.output_dtype, self._sizes, self._features, self._precision, kinds
 
-    def constants(self, launch: Launch, width: int) -> Constants:
-        return _constants(self._sizes, self.widths, launch, self._features, width, self._precision)
+    def start(
+        self,
+        direction: str,
+        kernel: Any,
+        inputs: list[Tensor],
+        heads: int,
+        rest: Callable[[Launch], tuple[int, tuple[Tensor, ...], tuple[int, ...]]],
+        *,
+        flags: tuple[bool, ...] = (),
+        by_copy_engine: bool = True,
+        override: Launch | None = None,
+    ) -> None:
+        """Start a kernel by the launch table's row, or by the next smaller one that the GPU's shared memory holds.
 
-    def start(self, direction: str, start: Callable[[Launch], None], override: Launch | None) -> None:
-        """Start a kernel by the launch table's row, or by the next smaller one that the GPU's shared memory holds."""
-        if override is not None:
-            return start(override)
-        key = direction, self.q.device, self.q.dtype, self._sizes, self._features
-        launch = _FITTING.get(key)
-        if launch is None:
-            dense = self._features[3] != 0
-            launch = lookup(
-                architecture(self.q.device), direction, self.q.element_size(), max(self.widths), dense=dense
-            )
+        Args:
+            direction: the row's name in the table.
+            inputs: q, k, v and, if the kernel reads it, dO: `operands.readable`.
+            heads: `tiles.Numbers.heads`
+            rest: for a launch, how many programs to start, the tensors behind `inputs`, and the numbers behind
+                `tiles.Numbers`.
+            flags: the constants behind `tiles.Constants`.
+            by_copy_engine: whether tiles come through descriptors where there is one. It takes rows of whole 16 bytes;
+                and for fp32 it is left alone: products on the ordinary cores spill hundreds of registers when they
+                read from a descriptor's layout.
+            override: in place of the table's launch, for tuning.
+        """
+        by_copy_engine &= self._itemsize == 2 and self.row_width == 8 and _has_copy_engine(self._device)
+        strides = [None if by_copy_engine else as_numbers(x.stride()) for x in inputs]
+        key = kernel.__name__, self._key, flags, *(large(x) for x in strides if x is not None)
+
+        def begin(launch: Launch, constants: Constants) -> None:
+            t, s, d, e = launch.block_t, launch.block_s, *self._widths
+            roles = [(t, d), (s, d), (s, e), (t, e)]  # the tiles of q, k, v and dO
+            operands = descriptors(inputs, roles[: len(inputs)]) if by_copy_engine else inputs
+            programs, tensors, more = rest(launch)
+            run(
+                kernel, self._device, programs, launch, key,
+                *operands, *tensors, *strides, *self._extras, heads, *self._numbers, *more, *constants, *flags,
+            )  # fmt: skip
+
+        fitting = _FITTING.get(key)
+        if fitting is not None and override is None:
+            return begin(*fitting)
+        launch = override or lookup(
+            architecture(self._device), direction, self._itemsize, max(self._widths), dense=self._features[3] != 0
+        )
         while True:
+            tiles, width = (launch.block_t, launch.block_s), 0 if by_copy_engine else self.row_width
+            constants = Constants(
+                *self._sizes, *tiles, *self._widths, *self._features, width, self._precision, interpreting()
+            )
             try:
-                start(launch)
+                begin(launch, constants)
                 break
             except OutOfResources as error:
-                less = smaller(launch)
+                less = None if override else smaller(launch)
                 if less is None:
                     raise
                 _log.warning(f"attention: the {direction} kernel takes {less} instead of {launch}: {error}")
                 launch = less
-        _FITTING[key] = launch
+        if override is None:
+            _FITTING[key] = launch, constants
 
 
-@functools.cache
-def _constants(
-    sizes: tuple[int, int],
-    widths: tuple[int, int],
-    launch: Launch,
-    features: tuple[str, bool, bool, int, bool],
-    width: int,
-    precision: str,
-) -> Constants:
-    blocks = launch.block_t, launch.block_s
-    return Constants(*sizes, *blocks, *widths, *features, width, precision, interpreting())
-
-
-_FITTING: dict[tuple[Any, ...], Launch] = {}
+_FITTING: dict[Any, tuple[Launch, Constants]] = {}
 """What `Call.start` found to fit."""
 
 
-def _extras(terms: Terms, whole: tuple[int, ...], stand_in: Tensor, head_stride: int) -> tuple[tuple[Any, ...], int]:
-    """(`tiles.Extras`, `dense_width`); for a tensor that the call lacks, `stand_in` in the type it would have."""
-    if all(x is None for x in terms[TENSORS]):
-        return (stand_in, _NOWHERE, stand_in, _NOWHERE, *(stand_in,) * 6), 0
-    bias, allowed = (x if x is None else near_pairs(x).expand(whole) for x in (terms.bias, terms.allowed))
-    dense = dense_width([x for x in (bias, allowed) if x is not None])
-    octets = stand_in if dense == 0 else stand_in.view(torch.uint8)
-    slopes, sinks = (x if x is None or head_stride == 0 else x.contiguous() for x in (terms.alibi_slopes, terms.sinks))
-    rest = slopes, sinks, *(x if x is None else x.contiguous() for x in terms[_SEED_TO_DOCUMENTS])
-    return (
-        *((stand_in, _NOWHERE) if bias is None else (bias, as_numbers(bias.stride()))),
-        *((octets, _NOWHERE) if allowed is None else (allowed.view(torch.uint8), as_numbers(allowed.stride()))),
-        *(stand_in if x is None else x for x in rest),
-    ), dense
+def run(kernel: Any, device: torch.device, programs: int, launch: Launch, key: Any, *args: Any) -> None:
+    """Start `programs` programs.
+
+    `key` stands for all that Triton compiles the kernel for: constants, types, which addresses are multiples of 16.
+    A compiled kernel is started without it in half the time.
+    """
+    with _current(device):
+        compiled = _COMPILED.get((key, launch))
+        if compiled is not None:
+            return compiled[programs, 1, 1](*args)
+        # the default of enable_fp_fusion becomes off in Triton 3.10
+        compiled = kernel[(programs,)](*args, num_warps=launch.warps, num_stages=launch.stages, enable_fp_fusion=True)
+        if compiled is not None:  # as it is in the interpreter
+            _COMPILED[key, launch] = compiled
 
 
-def dense_width(tensors: list[Tensor]) -> int:
-    """How many keys of bias and boolean mask [B, H, T, S] are read at a time: 16, or 1, where each key stands beside
-    the next; or -1: one at any stride, 0 where it is the same for all keys. 0 if there is none of them."""
-    if not tensors:
-        return 0
-    if any(x.stride(3) != 1 for x in tensors):
-        return -1
-    return 16 if all(x.shape[3] % 16 == 0 and _aligned(x, list(x.stride()[:3]), 16) for x in tensors) else 1
+_COMPILED: dict[Any, Any] = {}
 
 
-def near_pairs(x: Tensor) -> Tensor:
-    """A bias or boolean mask, copied if its rows are too far apart for `_near`."""
-    return x if _near(x) else x.contiguous()
+def _current(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Inside, the device is the current one."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return _NOTHING
+    return torch.cuda.device(device)
 
 
-def as_numbers(strides: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides for `tiles.strides_of`. Triton compiles a kernel for each pattern of ones and of multiples of 16 in a
-    tuple of integers; these are odd and more than 1, so that all strides have one kernel."""
-    return tuple([2 * stride + 3 for stride in strides])
-
-
-_NOWHERE = as_numbers((0, 0, 0, 0))
-
-
-_SEED_TO_DOCUMENTS = slice(Terms._fields.index("seed"), Terms._fields.index("key_document") + 1)
+_NOTHING = contextlib.nullcontext()
 
 
 def _flags(terms: Terms) -> int:
@@ -227,35 +215,8 @@ def matmul_precision(dtype: torch.dtype, device: torch.device) -> str:
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
-def describe(
-    tensors: list[Tensor], width: int, blocks: list[tuple[int, int]] | None = None
-) -> tuple[list[Any], list[tuple[int, ...] | None], int]:
-    """(kernel arguments, their strides, `Constants.WIDTH`) of [B, H, T, D] tensors that are `readable`.
-
-    They are described to the copy engine where there is one and `blocks`, the (rows, width) in which each of them is
-    read, is given. It takes rows of whole 16 bytes; and for fp32 it is left alone: its products, on the ordinary cores,
-    spill hundreds of registers when they read from a descriptor's layout.
-    """
-    if blocks is None or width != 8 or tensors[0].element_size() != 2 or not _has_copy_engine(tensors[0].device):
-        return list(tensors), [as_numbers(x.stride()) for x in tensors], width
-    descriptors = [
-        TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, columns])
-        for x, (rows, columns) in zip(tensors, blocks, strict=True)
-    ]
-    return descriptors, [None] * len(tensors), 0
-
-
 @functools.cache
 def _has_copy_engine(device: torch.device) -> bool:
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(device)[0] in (9, 10)
-
-
-def run(kernel: Any, programs: int, launch: Launch, *args: Any) -> None:
-    """Start `programs` programs on the device of the first tensor among the arguments, not on the current one."""
-    device = next(x.device for x in args if isinstance(x, Tensor))
-    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
-    with torch.cuda.device(device) if elsewhere else contextlib.nullcontext():
-        # the default of enable_fp_fusion becomes off in Triton 3.10
-        kernel[(programs,)](*args, num_warps=launch.warps, num_stages=launch.stages, enable_fp_fusion=True)
