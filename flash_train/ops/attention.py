@@ -50,8 +50,7 @@ def flash_attention(
     Args:
         q: queries [B, H, T, D], of any strides: a [B, T, H, D] projection is passed as `.transpose(1, 2)`, uncopied.
             The kernels copy a tensor only where its rows are no runs of whole vectors: if the last stride is not 1, or
-            the address or another stride is no multiple of 16 bytes (of the largest power of 2 that divides D and E,
-            if that is less).
+            the head size, the address or another stride is no multiple of 16 bytes.
             D is 1 to 256 in the Triton kernels; B, T and S may be 0.
         k: keys [B, G, S, D], H a multiple of G; query head h reads key head h // (H / G).
         v: values [B, G, S, E]. All three are fp16, bf16, fp32 or float64 alike; under autocast they are cast to its

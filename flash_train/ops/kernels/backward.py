@@ -13,7 +13,7 @@ from torch import Tensor
 from flash_train.ops.features import Terms
 from flash_train.ops.kernels.bias import bias_gradient
 from flash_train.ops.kernels.launch import Call, block_size, blocks, empty, run
-from flash_train.ops.kernels.operands import as_numbers, large, readable, row_width
+from flash_train.ops.kernels.operands import as_numbers, large, readable, vector
 from flash_train.ops.kernels.scores import drop, key_keys, log2_unit, modify, place_of, queries_of, query_keys
 from flash_train.ops.kernels.tables import Launch
 from flash_train.ops.kernels.tiles import (
@@ -258,7 +258,7 @@ def attention_backward(
     G, S = k.shape[1:3]
     lse = lse.contiguous()  # under vmap it may be one that was expanded
     call = Call(q, v, terms, lse)
-    inputs = [readable(x, call.row_width) for x in (q, k, v, grad_output.to(q.dtype))]
+    inputs = [readable(x) for x in (q, k, v, grad_output.to(q.dtype))]
     delta = _delta(inputs[3], output, grad_lse, lse)  # of the dO that dP is made of: dP - delta cancels
     dq, dk, dv = (empty(x, *x.shape) for x in (q, k, v))
     call.start(
@@ -280,8 +280,8 @@ def _delta(grad_output: Tensor, output: Tensor, grad_lse: Tensor | None, lse: Te
     B, H, T, E = output.shape
     delta = empty(lse, B, H, T)
     dl = lse if grad_lse is None else grad_lse
-    width = row_width(E, E, output.element_size())  # no narrower than the gradient's
-    do, o = readable(grad_output, width), readable(output, width)
+    do, o = grad_output, readable(output)
+    width = vector(o.element_size())  # the output is no narrower than its gradient
     strides = as_numbers(do.stride()), as_numbers(o.stride())
     key = (
         "delta", output.device, do.dtype, o.dtype, dl.dtype, E, width, grad_lse is not None, dl.data_ptr() % 16 == 0,

@@ -139,7 +139,7 @@ def attention_forward(
     lse = empty(q, B, H, T, dtype=torch.float32)
     call = Call(q, v, terms, lse)
     call.start(
-        "forward", forward_kernel, [readable(x, call.row_width) for x in (q, k, v)], B * H,
+        "forward", forward_kernel, [readable(x) for x in (q, k, v)], B * H,
         lambda launch: (blocks(T, launch.block_t) * B * H, (output, lse), ()), override=launch,
     )  # fmt: skip
     return output, lse

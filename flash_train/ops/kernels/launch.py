@@ -14,7 +14,7 @@ from triton.runtime.errors import OutOfResources
 from flash_train.ops.choice import interpreting
 from flash_train.ops.dropout import threshold
 from flash_train.ops.features import UNBOUNDED, Terms
-from flash_train.ops.kernels.operands import as_numbers, descriptors, extras, large, row_width
+from flash_train.ops.kernels.operands import as_numbers, descriptors, extras, large, vector
 from flash_train.ops.kernels.tables import Launch, lookup, smaller
 from flash_train.ops.kernels.tiles import HAS_ALLOWED, HAS_BIAS, HAS_SINKS, HAS_SLOPES, TOP_LEFT, Constants
 
@@ -65,8 +65,6 @@ class Call:
         self._itemsize = q.element_size()
         self._sizes = D, E
         self._widths = block_size(D), block_size(E)
-        self.row_width = row_width(D, E, self._itemsize)
-        """How tiles must be `operands.readable`."""
         head_stride = _head_stride(terms, H)
         self._numbers = (
             H, G, T, S, terms.left, terms.right, 0 if terms.top_left else S - T, head_stride,
@@ -98,12 +96,11 @@ class Call:
             rest: for a launch, how many programs to start, the tensors behind `inputs`, and the numbers behind
                 `tiles.Numbers`.
             flags: the constants behind `tiles.Constants`.
-            by_copy_engine: whether tiles come through descriptors where there is one. It takes rows of whole 16 bytes;
-                and for fp32 it is left alone: products on the ordinary cores spill hundreds of registers when they
-                read from a descriptor's layout.
+            by_copy_engine: whether tiles come through descriptors where there is one. For fp32 it is left alone:
+                products on the ordinary cores spill hundreds of registers when they read from a descriptor's layout.
             override: in place of the table's launch, for tuning.
         """
-        by_copy_engine &= self._itemsize == 2 and self.row_width == 8 and _has_copy_engine(self._device)
+        by_copy_engine &= self._itemsize == 2 and _has_copy_engine(self._device)
         strides = [None if by_copy_engine else as_numbers(x.stride()) for x in inputs]
         key = kernel.__name__, self._key, flags, *(large(x) for x in strides if x is not None)
 
@@ -124,7 +121,7 @@ class Call:
             architecture(self._device), direction, self._itemsize, max(self._widths), dense=self._features[3] != 0
         )
         while True:
-            tiles, width = (launch.block_t, launch.block_s), 0 if by_copy_engine else self.row_width
+            tiles, width = (launch.block_t, launch.block_s), 0 if by_copy_engine else vector(self._itemsize)
             constants = Constants(
                 *self._sizes, *tiles, *self._widths, *self._features, width, self._precision, interpreting()
             )

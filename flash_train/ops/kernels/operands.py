@@ -1,7 +1,5 @@
 """How a kernel's operands are described to it: rows in vectors, strides as numbers, tensors that a call may lack."""
 
-import functools
-import math
 from typing import Any
 
 import torch
@@ -11,18 +9,22 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from flash_train.ops.features import TENSORS, Terms
 
 
-@functools.cache
-def row_width(D: int, E: int, itemsize: int) -> int:
-    """How many elements of a row the kernels read at a time: as many as 16 bytes hold, if D and E are multiples."""
-    return math.gcd(D, E, 16 // itemsize)
+def vector(itemsize: int) -> int:
+    """How many elements of a row the kernels read at a time: 16 bytes."""
+    return 16 // itemsize
 
 
-def readable(x: Tensor, width: int) -> Tensor:
-    """`x` [B, H, T, D], copied if its rows are no runs of vectors of `width` elements, or too far apart for a tile."""
+def readable(x: Tensor) -> Tensor:
+    """`x` [B, H, T, D] if its rows are whole vectors, and not too far apart for a tile; else a copy whose rows are.
+
+    Zeros fill a row's last vector (as in FlashAttention-2, which pads odd head sizes in the same way).
+    """
     b, h, t, d = x.stride()
-    if d == 1 and t + d < FAR and (b | h | t) % width == 0 and x.data_ptr() % (width * x.element_size()) == 0:
+    size = vector(x.element_size())
+    missing = -x.shape[3] % size
+    if missing == 0 and d == 1 and t + d < FAR and (b | h | t) % size == 0 and x.data_ptr() % 16 == 0:
         return x
-    return x.clone(memory_format=torch.contiguous_format)
+    return torch.nn.functional.pad(x, (0, missing)) if missing else x.clone(memory_format=torch.contiguous_format)
 
 
 FAR = 2**23
@@ -93,4 +95,9 @@ def dense_width(tensors: list[Tensor]) -> int:
         return 0
     if any(x.stride(3) != 1 for x in tensors):
         return -1
-    return 16 if all(x.shape[3] % 16 == 0 and readable(x, 16) is x for x in tensors) else 1
+    return 16 if all(_in_sixteens(x) for x in tensors) else 1
+
+
+def _in_sixteens(x: Tensor) -> bool:
+    b, h, t, _ = x.stride()
+    return (b | h | t | x.shape[3]) % 16 == 0 and x.data_ptr() % 16 == 0

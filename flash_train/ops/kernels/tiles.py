@@ -30,10 +30,10 @@ class Constants(NamedTuple):
     """Whether scores are more than scale q k^T: ALiBi, if nothing else."""
     SOFT_CAP: Any
     DENSE: Any
-    """0, or where a bias or a boolean mask is read, or both, in what steps: `launch.dense_width`."""
+    """0, or where a bias or a boolean mask is read, or both, in what steps: `operands.dense_width`."""
     DROPOUT: Any
     WIDTH: Any
-    """How many elements of a row are read at a time (`launch.row_width`); 0: tiles come through tensor descriptors."""
+    """How many elements of a row are read at a time (`operands.vector`); 0: tiles come through tensor descriptors."""
     PRECISION: Any
     UPCAST: Any
     """Triton's interpreter multiplies bf16 operands wrongly."""
@@ -211,7 +211,7 @@ def query_tiles(first, span, n, c):
 
 @triton.jit
 def strides_of(numbers, WIDTH: tl.constexpr):
-    """The strides in `launch.as_numbers`, multiples of WIDTH but for the last, which is 1; or any, if WIDTH is -1."""
+    """The strides in `operands.as_numbers`, multiples of WIDTH but for the last, which is 1; or any, if WIDTH is -1."""
     b, h, t, d = (numbers[0] >> 1) - 1, (numbers[1] >> 1) - 1, (numbers[2] >> 1) - 1, (numbers[3] >> 1) - 1
     if WIDTH == -1:
         return b, h, t, d
@@ -232,12 +232,13 @@ def load_tile(x, strides, b, h, start, end, SIZE: tl.constexpr, BLOCK: tl.conste
     else:
         stride_b, stride_h, stride_t, stride_d = strides_of(strides, WIDTH)
         columns = tl.arange(0, BLOCK_SIZE)[None, :]
-        # 64 bits to the tile, since B H T D may pass 2^31 elements; inside it 32 save registers (`launch.readable`)
+        # 64 bits to the tile, since B H T D may pass 2^31 elements; inside it 32 save registers (`operands.readable`)
         base = x + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h + tl.full([], start, tl.int64) * stride_t
-        base = tl.multiple_of(base, WIDTH * x.dtype.element_ty.primitive_bitwidth // 8)
+        base = tl.multiple_of(base, 16)
         mask = (rows < end)[:, None]
-        if SIZE != BLOCK_SIZE:
-            mask = mask & (columns < SIZE)
+        STORED: tl.constexpr = (SIZE + WIDTH - 1) // WIDTH * WIDTH
+        if STORED != BLOCK_SIZE:
+            mask = mask & (columns < STORED)
         return tl.load(base + (tl.arange(0, BLOCK)[:, None] * stride_t + columns * stride_d), mask=mask, other=0.0)
 
 
