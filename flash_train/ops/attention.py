@@ -66,7 +66,8 @@ def flash_attention(
         deterministic: whether every run gives the same bits in the backward, too; None is torch's own switch. No
             faster order of summation exists here yet: the kernels sum in a fixed order, with or without it.
         implementation: one of `IMPLEMENTATIONS`. "flash" is this package's: the Triton kernels on a GPU, else the
-            tiled path, each step down logged once with its reason; "triton" and "tiled" ask for one of them. "sdpa"
+            tiled path, each step down logged once with its reason; "triton" and "tiled" ask for one of them, "hopper"
+            for the forward kernel written for compute capability 9.0, which is not yet the default there. "sdpa"
             is `torch.nn.functional.scaled_dot_product_attention` pinned to its flash back end ("sdpa_cudnn",
             "sdpa_efficient", "sdpa_math" to another), which knows few of the features and refuses the others. "naive"
             is the definition with all its memory, and "naive_reversed" the same with the keys visited from last to
@@ -133,7 +134,7 @@ def flash_attention_with_lse(
     if implementation == "naive":
         output, lse = safe_attention(q, k, v, terms)
         return output.to(output_dtype or q.dtype), lse.to(torch.promote_types(lse.dtype, torch.float32))
-    if implementation not in ("flash", "triton", "tiled"):
+    if implementation not in ("flash", "hopper", "triton", "tiled"):
         raise ValueError(
             f"implementation={implementation!r} returns no log-sum-exp; use 'flash', 'triton', 'tiled' or 'naive'"
         )

@@ -3,13 +3,17 @@
 import importlib.util
 import os
 from functools import cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from flash_train.ops.features import Terms
+
 IMPLEMENTATIONS = (
     "flash",
+    "hopper",
     "triton",
     "tiled",
     "sdpa",
@@ -24,6 +28,9 @@ IMPLEMENTATIONS = (
 TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 TRITON_HEAD_SIZES = range(1, 257)
 OLDEST_CAPABILITY = (8, 0)
+HOPPER_RAN_ON: frozenset[str] = frozenset()
+"""The versions of Triton on which the Hopper kernels' GPU tests passed: there "flash" takes them. So far there is none,
+and "hopper" asks for them."""
 
 
 class Choice(NamedTuple):
@@ -33,21 +40,31 @@ class Choice(NamedTuple):
     reason: str | None
 
 
-def choose_implementation(implementation: str, q: Tensor, k: Tensor, v: Tensor) -> Choice:
+def choose_implementation(implementation: str, q: Tensor, k: Tensor, v: Tensor, terms: "Terms | None" = None) -> Choice:
     """What `flash_attention(q, k, v, implementation=implementation)` runs. Shapes as there; no data is read.
 
+    `terms` are the call's features, none if they are left out.
+
     Raises:
-        ValueError: "triton" was asked for by name and does not take these tensors.
+        ValueError: "triton" or "hopper" was asked for by name and does not take these tensors, or these features.
     """
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}")
     if implementation == "sdpa":
         return Choice("sdpa_flash", None)
-    if implementation not in ("flash", "triton"):
+    if implementation not in ("flash", "hopper", "triton"):
         return Choice(implementation, None)
+    if implementation == "hopper":
+        obstacle = _triton_obstacle(q, v, asked_by_name=False) or _hopper_obstacle(q, v, terms)
+        if obstacle is not None:
+            raise ValueError(f"implementation='hopper': {obstacle}; implementation='flash' takes other kernels there")
+        return Choice("hopper", None)
     obstacle = _triton_obstacle(q, v, asked_by_name=implementation == "triton")
     if obstacle is None:
-        return Choice("triton", None)
+        if implementation == "triton" or not HOPPER_RAN_ON:
+            return Choice("triton", None)
+        obstacle = _hopper_obstacle(q, v, terms) or _not_run_yet()
+        return Choice("hopper", None) if obstacle is None else Choice("triton", obstacle)
     if implementation == "triton":
         interpreter = (
             " (TRITON_INTERPRET=1 interprets them on a CPU)" if q.device.type == "cpu" and not interpreting() else ""
@@ -71,6 +88,44 @@ def _triton_obstacle(q: Tensor, v: Tensor, *, asked_by_name: bool) -> str | None
         if size not in TRITON_HEAD_SIZES:
             return f"the Triton kernels take head sizes {TRITON_HEAD_SIZES[0]} to {TRITON_HEAD_SIZES[-1]}, not {size}"
     return None
+
+
+def _hopper_obstacle(q: Tensor, v: Tensor, terms: "Terms | None") -> str | None:
+    """Why the Hopper kernels do not take a call that the Triton kernels take, or None if they do."""
+    capability = _nvidia_capability(q.device)
+    if capability != (9, 0):
+        return (
+            f"the Hopper kernels need a GPU of compute capability 9.0, and this one has {capability[0]}.{capability[1]}"
+        )
+    if q.dtype == torch.float32:
+        return "the Hopper kernels take fp16 and bf16, not torch.float32"
+    if v.shape[3] % 8 != 0:
+        return f"the Hopper kernels take value head sizes that are multiples of 8, not {v.shape[3]}"
+    if terms is None:
+        return None
+    for name, asked in (
+        ("a bias", terms.bias is not None),
+        ("a boolean mask", terms.allowed is not None),
+        ("ALiBi", terms.alibi_slopes is not None),
+        ("sinks", terms.sinks is not None),
+        ("dropout", terms.seed is not None),
+        ("documents", terms.bounds is not None),
+        ("a soft cap", terms.soft_cap > 0),
+        ("another output dtype", terms.output_dtype not in (None, q.dtype)),
+    ):
+        if asked:
+            return f"the Hopper kernels do not take {name}"
+    return None
+
+
+def _not_run_yet() -> str | None:
+    import triton
+
+    if triton.__version__ in HOPPER_RAN_ON:
+        return None
+    return (
+        f"the Hopper kernels have run with Triton {', '.join(sorted(HOPPER_RAN_ON))}, not yet with {triton.__version__}"
+    )
 
 
 def triton_obstacle(device: torch.device) -> str | None:

@@ -42,10 +42,14 @@ attention_double_backward = torch.ops.flash_train.attention_double_backward.defa
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     terms = Terms(*rest)
-    if _chosen(terms.implementation, q, k, v) == "triton" and q.numel() and k.numel():
-        from flash_train.ops.kernels.forward import attention_forward  # Triton is imported when a kernel first runs
+    chosen = _chosen(q, k, v, terms)
+    if chosen != "tiled" and q.numel() and k.numel():  # Triton is imported when a kernel first runs
+        if chosen == "hopper":
+            from flash_train.ops.kernels.hopper.forward import hopper_forward as launch
+        else:
+            from flash_train.ops.kernels.forward import attention_forward as launch
 
-        return attention_forward(q, k, v, terms)
+        return launch(q, k, v, terms)
     with torch.autocast(q.device.type, enabled=False):  # it would cast the tiles, which are float32 on purpose
         return tiled_attention(q, k, v, terms)
 
@@ -65,7 +69,7 @@ def _backward(
     if grad_output is None:  # only the log-sum-exp was used
         grad_output = torch.zeros((), dtype=output.dtype, device=output.device).expand(output.shape)
     saved = grad_output, grad_lse, q, k, v, output, lse
-    if _chosen(terms.implementation, q, k, v) == "triton" and q.numel() and k.numel():
+    if _chosen(q, k, v, terms) != "tiled" and q.numel() and k.numel():
         from flash_train.ops.kernels.backward import attention_backward as launch
 
         gradients = launch(*saved, terms, needs_bias=needs_bias)
@@ -193,10 +197,10 @@ def _backward_flops(
     return 2 * B * H * T * S * (3 * D + 2 * E)
 
 
-def _chosen(implementation: str, q: Tensor, k: Tensor, v: Tensor) -> str:
-    name, reason = choose_implementation(implementation, q, k, v)
+def _chosen(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> str:
+    name, reason = choose_implementation(terms.implementation, q, k, v, terms)
     if reason is not None:
-        _log_once(f"attention: {name} runs instead of {implementation}: {reason}")
+        _log_once(f"attention: {name} runs instead of {terms.implementation}: {reason}")
     return name
 
 

@@ -1,0 +1,349 @@
+"""The forward kernel for Hopper (sm_90): one warp fetches, two or three warpgroups multiply and exponentiate.
+
+The design is FlashAttention-3's (Shah et al. 2024, arXiv 2407.08608, sections 3.1 and 3.2), written in Gluon. A
+producer warp fills rings of key and value tiles through the copy engine; each consumer warpgroup holds 64 queries. It
+starts S = Q K^T of one tile and O += P V of the tile before, and computes the softmax of S while P V is still running.
+Named barriers let the warpgroups take turns at the tensor cores. Keys are visited from last to first, so that the tiles
+that need a mask come first (and, with a window, once more at the end), and the loop between them needs none.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from flash_train.ops.features import UNBOUNDED, Terms
+from flash_train.ops.kernels.hopper.shim import bar_arrive, bar_sync, describe, exp2, load, store, view
+from flash_train.ops.kernels.hopper.tables import FORWARD, LONG, SHARED_BYTES, Forward
+from flash_train.ops.kernels.launch import block_size, blocks, empty, run
+from flash_train.ops.kernels.operands import readable
+from flash_train.ops.kernels.tables import Launch
+
+LOG2_E = 1.4426950408889634
+LN_2 = gl.constexpr(0.6931471805599453)
+LOWEST = gl.constexpr(-1.0e30)
+"""Where a row's maximum begins, so that a row that has seen nothing subtracts a number."""
+TURNS = gl.constexpr(8)
+"""The first of the named barriers at which consumers wait for their turn."""
+
+
+class Rings(NamedTuple):
+    """Tiles in shared memory, and the barriers that say of each whether it is full or empty."""
+
+    q: Any
+    k: Any
+    v: Any
+    output: Any
+    q_full: Any
+    q_empty: Any
+    k_full: Any
+    k_empty: Any
+    v_full: Any
+    v_empty: Any
+
+
+class Numbers(NamedTuple):
+    """What the kernel is called with."""
+
+    heads: Any
+    """B H"""
+    H: Any
+    group: Any
+    """H / G"""
+    T: Any
+    S: Any
+    left: Any
+    right: Any
+    shift: Any
+    """Query t stands beside key t + shift."""
+    scale: Any
+    """Of the scores, in units of log2."""
+
+
+@gluon.jit
+def _locate(tile, blocks, n, MASK: gl.constexpr):
+    """(block, b, h) of a tile: heads in groups whose keys and values stay in the L2 cache, the longest rows first."""
+    TOGETHER: gl.constexpr = 8
+    group = tile // (TOGETHER * blocks)
+    here = min(TOGETHER, n.heads - group * TOGETHER)
+    rest = tile - group * TOGETHER * blocks
+    block = rest // here
+    head = group * TOGETHER + rest - block * here
+    if MASK != "full":
+        block = blocks - 1 - block
+    b = head // n.H
+    return block, b, head - b * n.H
+
+
+@gluon.jit
+def _key_tiles(block, n, BLOCK_T: gl.constexpr, BLOCK_S: gl.constexpr, MASK: gl.constexpr):
+    """(end, whole, part, count): key tiles end - 1, end - 2, ..., `count` of them. Those from `whole` to `part` - 1 in
+    this order are seen by all queries of the block. One tile at least; if nothing is seen, its mask hides all of it."""
+    top = block * BLOCK_T + n.shift  # the keys that the first and the last query stand beside
+    bottom = min(block * BLOCK_T + BLOCK_T, n.T) - 1 + n.shift
+    if MASK == "full":
+        end, full_end = (n.S + BLOCK_S - 1) // BLOCK_S, n.S // BLOCK_S
+    else:
+        end = (min(max(bottom + n.right + 1, 0), n.S) + BLOCK_S - 1) // BLOCK_S
+        full_end = min(max(top + n.right + 1, 0), n.S) // BLOCK_S
+    start, full = 0, 0
+    if MASK == "window":
+        start = min(max(top - n.left, 0), n.S) // BLOCK_S
+        full = (min(max(bottom - n.left, 0), n.S) + BLOCK_S - 1) // BLOCK_S
+    end = max(end, start + 1)
+    count = end - start
+    whole = min(max(end - full_end, 1), count)
+    return end, whole, min(max(end - full, whole), count), count
+
+
+@gluon.jit
+def _hide(s, rows, first_key, n, BLOCK_S: gl.constexpr, MASK: gl.constexpr, SCORES: gl.constexpr):
+    """Scores of pairs that do not take part become minus infinity."""
+    keys = (first_key + gl.arange(0, BLOCK_S, gl.SliceLayout(0, SCORES)))[None, :]
+    beside = rows + n.shift
+    if MASK == "full":
+        seen = keys < n.S
+    else:
+        seen = keys < gl.minimum(beside + n.right + 1, n.S)[:, None]
+        if MASK == "window":
+            seen = seen & (keys >= (beside - n.left)[:, None])
+    return gl.where(seen, s, float("-inf"))
+
+
+@gluon.jit
+def _produce(q, k, v, rings, n, MASK: gl.constexpr, BLOCK_S: gl.constexpr, D: gl.constexpr, E: gl.constexpr,
+             CONSUMERS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """The warp that fetches: queries of a tile, then its keys and values from last to first."""
+    BLOCK_T: gl.constexpr = CONSUMERS * 64
+    blocks = gl.cdiv(n.T, BLOCK_T)
+    done = 0  # key tiles
+    turn = 0
+    for tile in range(gl.program_id(0), blocks * n.heads, gl.num_programs(0)):
+        block, b, h = _locate(tile, blocks, n, MASK)
+        end, _, _, count = _key_tiles(block, n, BLOCK_T, BLOCK_S, MASK)
+        g = h // n.group
+        for i in gl.static_range(CONSUMERS):
+            mbarrier.wait(rings.q_empty.index(i), (turn & 1) ^ 1)
+            mbarrier.expect(rings.q_full.index(i), q.block_type.nbytes)
+            load(q, [b, h, block * BLOCK_T + i * 64, 0], rings.q_full.index(i),
+                 view(rings.q.index(i), q.dtype, [1, 1, 64, D], q.layout))  # fmt: skip
+        for i in range(0, count):
+            stage = (done + i) % STAGES
+            phase = (((done + i) // STAGES) & 1) ^ 1
+            first = (end - 1 - i) * BLOCK_S
+            mbarrier.wait(rings.k_empty.index(stage), phase)
+            mbarrier.expect(rings.k_full.index(stage), k.block_type.nbytes)
+            load(k, [b, g, first, 0], rings.k_full.index(stage),
+                 view(rings.k.index(stage), k.dtype, [1, 1, BLOCK_S, D], k.layout))  # fmt: skip
+            mbarrier.wait(rings.v_empty.index(stage), phase)
+            mbarrier.expect(rings.v_full.index(stage), v.block_type.nbytes)
+            load(v, [b, g, first, 0], rings.v_full.index(stage),
+                 view(rings.v.index(stage), v.dtype, [1, 1, BLOCK_S, E], v.layout))  # fmt: skip
+        done += count
+        turn += 1
+
+
+@gluon.jit
+def _row_sum(p, BLOCK_S: gl.constexpr):
+    """[64, 4]: each of the four threads that share a row adds up its own columns."""
+    return gl.sum(gl.sum(p.reshape([64, BLOCK_S // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def _step(q_tile, rings, i, p, acc, m, l, rows, first_key, n, ME: gl.constexpr, BLOCK_S: gl.constexpr,
+          MASK: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
+          SCORES: gl.constexpr, ACC: gl.constexpr, PROBABILITIES: gl.constexpr):  # fmt: skip
+    """Key tile i of the rings: its scores and softmax, and P V of the tile before it. MASK "none" hides nothing."""
+    stage, before = i % STAGES, (i - 1) % STAGES
+    mbarrier.wait(rings.k_full.index(stage), (i // STAGES) & 1)
+    bar_sync(TURNS + ME, 256)
+    s = warpgroup_mma(q_tile, rings.k.index(stage).permute((1, 0)), gl.zeros([64, BLOCK_S], gl.float32, SCORES),
+                      use_acc=False, is_async=True)  # fmt: skip
+    mbarrier.wait(rings.v_full.index(before), ((i - 1) // STAGES) & 1)
+    acc = warpgroup_mma(p, rings.v.index(before), acc, is_async=True)
+    bar_arrive(TURNS + (ME + 1) % CONSUMERS, 256)
+    s = warpgroup_mma_wait(1, deps=(s,))
+    mbarrier.arrive(rings.k_empty.index(stage))
+    if MASK != "none":
+        s = _hide(s, rows, first_key, n, BLOCK_S, MASK, SCORES)
+    m_new = gl.maximum(m, gl.max(s, 1) * n.scale)
+    shrink = exp2(m - m_new)
+    new = exp2(s * n.scale - m_new[:, None])
+    l = l * gl.convert_layout(shrink, gl.SliceLayout(1, l.type.layout), assert_trivial=True)[:, None]
+    l += _row_sum(new, BLOCK_S)
+    acc, p = warpgroup_mma_wait(0, deps=(acc, p))
+    mbarrier.arrive(rings.v_empty.index(before))
+    p = gl.convert_layout(new.to(rings.v.dtype), PROBABILITIES)
+    acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, ACC))[:, None]
+    return p, acc, m_new, l
+
+
+@gluon.jit
+def _consume(output, lse, rings, n, ME: gl.constexpr, MASK: gl.constexpr, BLOCK_S: gl.constexpr, E: gl.constexpr,
+             CONSUMERS: gl.constexpr, STAGES: gl.constexpr, OWN_OUTPUT: gl.constexpr):  # fmt: skip
+    """A warpgroup that computes: 64 queries of every tile, those from 64 ME on."""
+    BLOCK_T: gl.constexpr = CONSUMERS * 64
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1],
+                                                     instr_shape=[16, BLOCK_S, 16])  # fmt: skip
+    ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, E, 16])
+    PROBABILITIES: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=2)
+    q_tile, out_tile = rings.q.index(ME), rings.output.index(ME)
+    if ME == CONSUMERS - 1:
+        bar_arrive(TURNS, 256)
+    blocks = gl.cdiv(n.T, BLOCK_T)
+    done = 0
+    turn = 0
+    for tile in range(gl.program_id(0), blocks * n.heads, gl.num_programs(0)):
+        block, b, h = _locate(tile, blocks, n, MASK)
+        end, whole, part, count = _key_tiles(block, n, BLOCK_T, BLOCK_S, MASK)
+        first = block * BLOCK_T + ME * 64
+        rows = first + gl.arange(0, 64, gl.SliceLayout(1, SCORES))
+        stage = done % STAGES
+        mbarrier.wait(rings.q_full.index(ME), turn & 1)
+        mbarrier.wait(rings.k_full.index(stage), (done // STAGES) & 1)
+        bar_sync(TURNS + ME, 256)
+        s = warpgroup_mma(q_tile, rings.k.index(stage).permute((1, 0)), gl.zeros([64, BLOCK_S], gl.float32, SCORES),
+                          use_acc=False, is_async=True)  # fmt: skip
+        bar_arrive(TURNS + (ME + 1) % CONSUMERS, 256)
+        s = warpgroup_mma_wait(0, deps=(s,))
+        mbarrier.arrive(rings.k_empty.index(stage))
+        s = _hide(s, rows, (end - 1) * BLOCK_S, n, BLOCK_S, MASK, SCORES)
+        m = gl.maximum(gl.max(s, 1) * n.scale, LOWEST)
+        new = exp2(s * n.scale - m[:, None])
+        l = _row_sum(new, BLOCK_S)
+        p = gl.convert_layout(new.to(rings.v.dtype), PROBABILITIES)
+        acc = gl.zeros([64, E], gl.float32, ACC)
+        for i in range(1, whole):
+            p, acc, m, l = _step(q_tile, rings, done + i, p, acc, m, l, rows, (end - 1 - i) * BLOCK_S, n, ME, BLOCK_S,
+                                 MASK, CONSUMERS, STAGES, SCORES, ACC, PROBABILITIES)  # fmt: skip
+        for i in range(whole, part):
+            p, acc, m, l = _step(q_tile, rings, done + i, p, acc, m, l, rows, 0, n, ME, BLOCK_S, "none", CONSUMERS,
+                                 STAGES, SCORES, ACC, PROBABILITIES)  # fmt: skip
+        if MASK == "window":
+            for i in range(part, count):
+                p, acc, m, l = _step(q_tile, rings, done + i, p, acc, m, l, rows, (end - 1 - i) * BLOCK_S, n, ME,
+                                     BLOCK_S, MASK, CONSUMERS, STAGES, SCORES, ACC,
+                                     PROBABILITIES)  # fmt: skip
+        done += count
+        turn += 1
+        if OWN_OUTPUT:
+            mbarrier.arrive(rings.q_empty.index(ME))
+        before = (done - 1) % STAGES
+        mbarrier.wait(rings.v_full.index(before), ((done - 1) // STAGES) & 1)
+        acc = warpgroup_mma(p, rings.v.index(before), acc, is_async=True)
+        l_row = gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, SCORES))
+        empty_row = l_row == 0.0  # which saw nothing: output 0, log-sum-exp minus infinity
+        l_safe = gl.where(empty_row, 1.0, l_row)
+        row = (b * n.H + h).to(gl.int64) * n.T
+        gl.store(lse + row + rows, gl.where(empty_row, float("-inf"), m * LN_2 + gl.log(l_safe)), mask=rows < n.T)
+        acc, p = warpgroup_mma_wait(0, deps=(acc, p))
+        mbarrier.arrive(rings.v_empty.index(before))
+        acc = acc * gl.convert_layout(1.0 / l_safe, gl.SliceLayout(1, ACC))[:, None]
+        tma.store_wait(0)
+        out_tile.store(acc.to(output.dtype))
+        fence_async_shared()
+        store(output, [b, h, first, 0], view(out_tile, output.dtype, [1, 1, 64, E], output.layout))
+        if not OWN_OUTPUT:
+            tma.store_wait(0)
+            mbarrier.arrive(rings.q_empty.index(ME))
+    if ME == 0:
+        bar_sync(TURNS, 256)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["heads", "H", "group", "T", "S", "left", "right", "shift"])
+def hopper_forward_kernel(q, k, v, output, lse, heads, H, group, T, S, left, right, shift, scale, MASK: gl.constexpr,
+                          BLOCK_S: gl.constexpr, D: gl.constexpr, E: gl.constexpr, CONSUMERS: gl.constexpr,
+                          STAGES: gl.constexpr, OWN_OUTPUT: gl.constexpr, REGISTERS: gl.constexpr,
+                          FEW_REGISTERS: gl.constexpr):  # fmt: skip
+    """Programs walk over tiles of CONSUMERS x 64 queries, each on its own if there are as many programs as tiles."""
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    q_tiles = gl.allocate_shared_memory(q.dtype, [CONSUMERS, 64, D], SHARED)
+    k_tiles = gl.allocate_shared_memory(k.dtype, [STAGES, BLOCK_S, D], SHARED)
+    v_tiles = gl.allocate_shared_memory(v.dtype, [STAGES, BLOCK_S, E], SHARED)
+    if OWN_OUTPUT:
+        out_tiles = gl.allocate_shared_memory(q.dtype, [CONSUMERS, 64, E], SHARED)
+    else:
+        out_tiles = q_tiles
+    rings = Rings(
+        q_tiles, k_tiles, v_tiles, out_tiles,
+        gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
+    )  # fmt: skip
+    for i in gl.static_range(CONSUMERS):
+        mbarrier.init(rings.q_full.index(i), count=1)
+        mbarrier.init(rings.q_empty.index(i), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(rings.k_full.index(i), count=1)
+        mbarrier.init(rings.k_empty.index(i), count=CONSUMERS)
+        mbarrier.init(rings.v_full.index(i), count=1)
+        mbarrier.init(rings.v_empty.index(i), count=CONSUMERS)
+    fence_async_shared()
+    n = Numbers(heads, H, group, T, S, left, right, shift, scale)
+    # each list of arguments in its place: a name would turn the constants into tensors
+    if CONSUMERS == 2:
+        gl.warp_specialize([
+            (_consume, (output, lse, rings, n, gl.constexpr(0), MASK, BLOCK_S, E, CONSUMERS, STAGES, OWN_OUTPUT)),
+            (_consume, (output, lse, rings, n, gl.constexpr(1), MASK, BLOCK_S, E, CONSUMERS, STAGES, OWN_OUTPUT)),
+            (_produce, (q, k, v, rings, n, MASK, BLOCK_S, D, E, CONSUMERS, STAGES)),
+        ], [4, 1], [REGISTERS, FEW_REGISTERS])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_consume, (output, lse, rings, n, gl.constexpr(0), MASK, BLOCK_S, E, CONSUMERS, STAGES, OWN_OUTPUT)),
+            (_consume, (output, lse, rings, n, gl.constexpr(1), MASK, BLOCK_S, E, CONSUMERS, STAGES, OWN_OUTPUT)),
+            (_consume, (output, lse, rings, n, gl.constexpr(2), MASK, BLOCK_S, E, CONSUMERS, STAGES, OWN_OUTPUT)),
+            (_produce, (q, k, v, rings, n, MASK, BLOCK_S, D, E, CONSUMERS, STAGES)),
+        ], [4, 4, 1], [REGISTERS, REGISTERS, FEW_REGISTERS])  # fmt: skip
+
+
+def owns_output(row: Forward, d: int, e: int) -> bool:
+    """Whether there is room for output tiles beside the others; else they take the place of the queries."""
+    tiles = 64 * row.consumers * (d + e) + row.stages * row.block_s * (d + e)
+    return 2 * tiles + 1024 <= SHARED_BYTES
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def hopper_forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
+    """(output [B, H, T, E] stored as [B, T, H, E], log-sum-exp [B, H, T] fp32). Shapes as `flash_attention`.
+
+    What it takes: `choice.choose_implementation`.
+    """
+    (B, H, T, D), (G, S, E) = q.shape, v.shape[1:]
+    output = empty(q, B, T, H, E).transpose(1, 2)
+    lse = empty(q, B, H, T, dtype=torch.float32)
+    d, e = (max(64, block_size(size)) for size in (D, E))
+    row = FORWARD[max(d, e)]
+    block_t = 64 * row.consumers
+    mask = "full" if terms.right >= UNBOUNDED else "causal"
+    if terms.left < UNBOUNDED or 0 < terms.right < UNBOUNDED:
+        mask = "window"
+    tiles = blocks(T, block_t) * B * H
+    programs = tiles if T > LONG else min(tiles, multiprocessors(q.device))
+    inputs = [describe(readable(x), *tile) for x, tile in ((q, (64, d)), (k, (row.block_s, d)), (v, (row.block_s, e)))]
+    run(
+        hopper_forward_kernel, q.device, programs, Launch(block_t, row.block_s, 4, row.stages),
+        ("hopper forward", q.device, q.dtype, D, E, mask),
+        *inputs, describe(output, 64, e), lse, B * H, H, H // G, T, S, terms.left, terms.right,
+        0 if terms.top_left else S - T, terms.scale * LOG2_E, mask, row.block_s, d, e, row.consumers, row.stages,
+        owns_output(row, d, e), row.registers, row.few_registers,
+    )  # fmt: skip
+    return output, lse

@@ -1,0 +1,83 @@
+"""What Triton's Gluon spells differently from version to version, and what its Python side lacks.
+
+Compiled for sm_90 by 3.6.0 and 3.7.1; run by none yet (`choice.HOPPER_RAN_ON`).
+"""
+
+from typing import Any
+
+from torch import Tensor
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+__all__ = ["bar_arrive", "bar_sync", "describe", "exp2", "load", "own_registers", "reduce_add", "store", "view"]
+
+load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+"""(descriptor, coordinates, barrier, destination in shared memory): by the copy engine."""
+store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+"""(descriptor, coordinates, source in shared memory)"""
+
+if hasattr(tma, "async_atomic_add"):
+    reduce_add = tma.async_atomic_add
+else:
+
+    @builtin
+    def reduce_add(tensor_desc: Any, coord: Any, src: Any, _semantic: Any = None) -> None:
+        """As `store`, but added to what is there."""
+        coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+        kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
+        _semantic.builder.create_async_tma_reduce(kind, tensor_desc.handle, coord, src.handle)
+
+
+_TILE = {size: gl.NVMMASharedLayout(128, 8 * size, 4) for size in (2, 4)}
+
+
+def describe(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """A `readable` tensor [B, H, T, D] for the copy engine, in tiles of this many rows and columns of one head."""
+    # without its constructor's checks, as in `operands.descriptors`
+    y = TensorDescriptor.__new__(TensorDescriptor)
+    y.base, y.shape, y.strides, y.block_shape = x, list(x.shape), list(x.stride()), [1, 1, rows, columns]
+    y.layout = _TILE[x.element_size()]
+    return y
+
+
+@builtin
+def view(x: Any, dtype: Any, shape: Any, layout: Any, _semantic: Any = None) -> Any:
+    """Shared memory, seen in another shape and layout."""
+    change = x.reinterpret if hasattr(x, "reinterpret") else x._reinterpret
+    return change(dtype, shape, layout, _semantic=_semantic)
+
+
+@gluon.constexpr_function
+def _barrier(what, number, threads):
+    return f"bar.{what} {number}, {threads}; mov.u32 $0, 0;"
+
+
+@gluon.jit
+def bar_sync(NUMBER: gl.constexpr, THREADS: gl.constexpr):
+    """Wait at a named barrier until so many threads are there. Numbers from 8 on: Triton takes those below."""
+    gl.inline_asm_elementwise(_barrier("sync", NUMBER, THREADS), "=r,~{memory}", [], dtype=gl.int32, is_pure=False,
+                              pack=1)  # fmt: skip
+
+
+@gluon.jit
+def bar_arrive(NUMBER: gl.constexpr, THREADS: gl.constexpr):
+    """Be counted at a named barrier without waiting."""
+    gl.inline_asm_elementwise(_barrier("arrive", NUMBER, THREADS), "=r,~{memory}", [], dtype=gl.int32, is_pure=False,
+                              pack=1)  # fmt: skip
+
+
+@gluon.jit
+def exp2(x):
+    """The hardware's, small results flushed to 0."""
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def own_registers(x):
+    """`x` with a register for every element: an accumulator whose registers are copies of one another is copied inside
+    the sequence of wgmma instructions, which ptxas then interrupts (its note C7517)."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)

@@ -1,0 +1,32 @@
+"""Launch choices of the Hopper kernels as data: tile width (the wider of D and E, padded) -> sizes.
+
+The rows of 64 and 128 are those that were fastest in sketches of these kernels on an NVIDIA H200 (torch 2.11.0+cu130,
+triton 3.6.0); the kernels themselves were compiled (triton 3.6.0 and 3.7.1: no spills), and never timed.
+"""
+
+from typing import NamedTuple
+
+
+class Forward(NamedTuple):
+    consumers: int
+    """Warpgroups of 64 queries each."""
+    block_s: int
+    """Rows of a key tile."""
+    stages: int
+    """Key tiles that wait in shared memory, and as many value tiles."""
+    registers: int
+    """Of a thread of a consumer."""
+    few_registers: int
+    """Of a thread of the producer."""
+
+
+FORWARD = {
+    64: Forward(consumers=3, block_s=128, stages=4, registers=160, few_registers=32),
+    128: Forward(consumers=2, block_s=128, stages=2, registers=240, few_registers=24),
+    256: Forward(consumers=2, block_s=64, stages=2, registers=240, few_registers=24),
+}
+SHARED_BYTES = 227 * 1024
+"""Of a program."""
+LONG = 1024
+"""From more queries than this on there is one program a tile: few programs that walk over many tiles are faster for
+short sequences alone, where starting them and fetching the first tiles weighs more than an uneven share of work."""

@@ -1,0 +1,134 @@
+"""The Hopper kernels: which tiles they visit, what they take, and on a GPU of that kind the answers."""
+
+import itertools
+
+import pytest
+import torch
+
+from flash_train.ops import choice
+from flash_train.ops.attention import Mask, Score, choose_implementation, flash_attention
+from flash_train.ops.features import UNBOUNDED, Terms
+from flash_train.ops.kernels.hopper.forward import Numbers, _key_tiles
+from tests.ops.cases import Case, inputs
+from tests.ops.errors import check, results
+
+on_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0"
+)
+
+
+def visible(T: int, S: int, left: int, right: int, shift: int) -> torch.Tensor:
+    """[T, S]: the rule, pair by pair."""
+    beside, keys = torch.arange(T)[:, None] + shift, torch.arange(S)
+    return (keys >= beside - left) & (keys <= beside + right)
+
+
+@pytest.mark.parametrize("mask", ["full", "causal", "window"])
+def test_the_key_tiles_of_a_block_are_those_that_it_sees_and_the_unmasked_ones_are_seen_whole(mask):
+    block_t, block_s = 6, 4
+    bounds = {"full": [(UNBOUNDED, UNBOUNDED)], "causal": [(UNBOUNDED, 0)]}.get(
+        mask, list(itertools.product((0, 1, 3, 9, UNBOUNDED), (0, 2, 7, UNBOUNDED)))
+    )
+    for T, S, (left, right), top_left in itertools.product((1, 5, 6, 13), (1, 4, 7, 12, 21), bounds, (False, True)):
+        shift = 0 if top_left else S - T
+        seen = visible(T, S, left, right, shift)
+        n = Numbers(1, 1, 1, T, S, left, right, shift, 1.0)
+        for block in range(-(-T // block_t)):
+            end, whole, part, count = vars(_key_tiles)["fn"](block, n, block_t, block_s, mask)
+            rows = seen[block * block_t : (block + 1) * block_t]
+            visited = [end - 1 - i for i in range(count)]
+            assert count >= 1 and min(visited) >= 0 and 1 <= whole <= part <= count
+            touched = {key // block_s for key in rows.any(0).nonzero().flatten().tolist()}
+            assert touched <= set(visited) and (touched == set(visited) or not touched or not rows.any(1).all())
+            for tile in visited[whole:part]:
+                assert (tile + 1) * block_s <= S and rows[:, tile * block_s : (tile + 1) * block_s].all()
+            assert mask == "window" or part == count
+            assert mask != "full" or whole == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (dict(bias=torch.empty(1)), "a bias"),
+        (dict(allowed=torch.empty(1)), "a boolean mask"),
+        (dict(alibi_slopes=torch.empty(1)), "ALiBi"),
+        (dict(sinks=torch.empty(1)), "sinks"),
+        (dict(seed=torch.empty(1)), "dropout"),
+        (dict(bounds=torch.empty(1)), "documents"),
+        (dict(soft_cap=5.0), "a soft cap"),
+        (dict(output_dtype=torch.float32), "another output dtype"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_what_the_hopper_kernels_do_not_take_goes_to_the_portable_ones_with_the_reason(change, reason, monkeypatch):
+    q = torch.empty(1, 2, 3, 64, dtype=torch.bfloat16)
+    monkeypatch.setattr(choice, "_triton_obstacle", lambda q, v, asked_by_name: None)
+    monkeypatch.setattr(choice, "_nvidia_capability", lambda device: (9, 0))
+    monkeypatch.setattr(choice, "_not_run_yet", lambda: None)
+    monkeypatch.setattr(choice, "HOPPER_RAN_ON", frozenset({"some version"}))
+    assert choose_implementation("flash", q, q, q, Terms(1.0)) == ("hopper", None)
+    assert choose_implementation("hopper", q, q, q, Terms(1.0)) == ("hopper", None)
+    message = f"the Hopper kernels do not take {reason}"
+    assert choose_implementation("flash", q, q, q, Terms(1.0, **change)) == ("triton", message)
+    with pytest.raises(ValueError, match=f"implementation='hopper': {message}; implementation='flash' takes"):
+        choose_implementation("hopper", q, q, q, Terms(1.0, **change))
+
+
+def test_the_hopper_kernels_say_which_gpu_dtype_head_size_and_version_they_want(monkeypatch):
+    q = torch.empty(1, 2, 3, 64, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="run on a GPU, and these tensors are on cpu"):
+        choose_implementation("hopper", q, q, q)
+    monkeypatch.setattr(choice, "_triton_obstacle", lambda q, v, asked_by_name: None)
+    with pytest.raises(ValueError, match="compute capability 9.0, and this one has 8.0"):
+        choose_implementation("hopper", q, q, q)
+    monkeypatch.setattr(choice, "_nvidia_capability", lambda device: (9, 0))
+    with pytest.raises(ValueError, match="take fp16 and bf16, not torch.float32"):
+        choose_implementation("hopper", q.float(), q.float(), q.float())
+    with pytest.raises(ValueError, match="multiples of 8, not 63"):
+        choose_implementation("hopper", q, q, q[..., :63])
+    assert choose_implementation("flash", q, q, q) == ("triton", None)  # nothing is known to have run
+    monkeypatch.setattr(choice, "HOPPER_RAN_ON", frozenset({"3.5.9"}))
+    name, reason = choose_implementation("flash", q, q, q)
+    assert (
+        name == "triton" and reason is not None and reason.startswith("the Hopper kernels have run with Triton 3.5.9")
+    )
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("D", "E"), [(64, 64), (128, 128), (256, 256), (192, 128), (64, 256), (40, 24)])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(2, 6, 2, 301, 301, 0, 0),
+        Case(2, 6, 2, 301, 301, 0, 0, causal=True),
+        Case(1, 3, 3, 129, 515, 0, 0, causal=True, layout="heads first"),
+        Case(1, 4, 1, 515, 129, 0, 0, causal=True, layout="expanded"),
+        Case(2, 2, 1, 640, 577, 0, 0, window=(100, 3), layout="sliced"),
+        Case(1, 2, 2, 1500, 1500, 0, 0, causal=True, window=(200, None)),
+        Case(3, 2, 2, 1, 1, 0, 0, causal=True),
+    ],
+    ids=str,
+)
+def test_the_answers_are_as_exact_as_the_portable_kernels(case, D, E, dtype):
+    check(inputs(case._replace(D=D, E=E), dtype, "cuda"), implementation="hopper")
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_a_hundred_runs_of_the_forward_give_the_same_bits(D):
+    q = torch.randn(4, 8, 777, D, device="cuda", dtype=torch.bfloat16)
+    first = flash_attention(q, q, q, causal=True, implementation="hopper")
+    assert all(torch.equal(first, flash_attention(q, q, q, causal=True, implementation="hopper")) for _ in range(100))
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_what_they_do_not_take_is_refused_by_name():
+    q = torch.randn(1, 2, 8, 64, device="cuda", dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="do not take a soft cap"):
+        flash_attention(q, q, q, score=Score(soft_cap=5.0), implementation="hopper")
+    assert results(inputs(Case(1, 2, 2, 8, 8, 64, 64), torch.bfloat16, "cuda"), implementation="hopper")
+    assert flash_attention(q, q, q, mask=Mask(window=(3, 3)), implementation="hopper").isfinite().all()
