@@ -24,9 +24,11 @@ from triton.compiler import ASTSource
 
 from flash_train.ops import choice
 from flash_train.ops.features import UNBOUNDED, Terms
+from flash_train.ops.kernels import backward, documents
 from flash_train.ops.kernels import launch as launch_module
 from flash_train.ops.kernels.backward import dkdv_kernel, dq_kernel
 from flash_train.ops.kernels.bias import bias_kernel
+from flash_train.ops.kernels.documents import packed_documents
 from flash_train.ops.kernels.forward import forward_kernel
 from flash_train.ops.kernels.launch import block_size, compiled_features
 from flash_train.ops.kernels.tables import DIRECTIONS, Launch, lookup, smaller
@@ -179,30 +181,57 @@ class NoDriver:
         return 0
 
 
-@pytest.fixture
-def wanted(monkeypatch):
-    """(kernel, types, constants) -> what else Triton would compile it for, where nothing is compiled or launched."""
-    kernels: dict[Any, set[str]] = {}
+class Wanted:
+    """What Triton would compile, where nothing is compiled or launched."""
 
-    def note(*, fn: Any, compile: Any, **_: object) -> bool:
-        key = fn.name, str(compile["signature"]), str(compile["constants"])
-        kernels.setdefault(key, set()).add(str(compile["configs"]))
+    def __init__(self) -> None:
+        self.kernels: dict[Any, set[str]] = {}
+        """(kernel, types, constants) -> what else it would be compiled for"""
+        self.by_key: dict[Any, set[str]] = {}
+        """The launcher's key -> Triton's"""
+        self.key: Any = None
+
+    def note(self, *, fn: Any, key: Any, compile: Any, **_: object) -> bool:
+        kernel = fn.name, str(compile["signature"]), str(compile["constants"])
+        self.kernels.setdefault(kernel, set()).add(str(compile["configs"]))
+        self.by_key.setdefault(self.key, set()).add(str((fn.name, key)))
         return True
 
-    monkeypatch.setattr(knobs.runtime, "jit_cache_hook", note)
+    def run(self, kernel: Any, device: torch.device, programs: int, launch: Launch, key: Any, *args: Any) -> None:
+        self.key = key, launch
+        RUN(kernel, device, programs, launch, key, *args)
+
+
+RUN = launch_module.run
+
+
+@pytest.fixture
+def wanted(monkeypatch):
+    wanted = Wanted()
+    monkeypatch.setattr(knobs.runtime, "jit_cache_hook", wanted.note)
+    for module in (launch_module, backward, documents):
+        monkeypatch.setattr(module, "run", wanted.run)
     monkeypatch.setattr(launch_module, "architecture", lambda device: "sm_90")
     monkeypatch.setattr(launch_module, "_has_copy_engine", lambda device: True)
     monkeypatch.setattr(choice, "_triton_obstacle", lambda q, v, asked_by_name: None)
     monkeypatch.setattr(triton.runtime.driver, "_active", NoDriver())
-    return kernels
+    return wanted
 
 
-def test_lengths_strides_addresses_and_values_share_a_kernel(wanted):
-    cases = [generate(name) for name in names("full", 0, 10 * TOGETHER)]
-    for case, dtype, seed in cases:
+def test_lengths_strides_addresses_and_values_share_a_kernel_and_what_does_not_is_in_the_launchers_key(wanted):
+    for case, dtype, seed in (generate(name) for name in names("full", 0, 15 * TOGETHER)):
         results(inputs(case, dtype, "cpu", seed), implementation="triton")
-    assert {name for name, _, _ in wanted} == {f"{name}_kernel" for name in ("delta", *KERNELS)}
-    assert [key for key, others in wanted.items() if len(others) > 1] == []
+    assert {name for name, _, _ in wanted.kernels} == {f"{name}_kernel" for name in ("delta", *KERNELS)}
+    assert [kernel for kernel, others in wanted.kernels.items() if len(others) > 1] == []
+    assert [key for key, theirs in wanted.by_key.items() if len(theirs) > 1] == []
+
+
+def test_packed_documents_have_their_tables_kernel_by_the_types_and_addresses_of_the_offsets(wanted):
+    for dtype in (torch.int32, torch.int64):
+        offsets = torch.arange(9, dtype=dtype)
+        for x in (offsets, offsets[1:], offsets[2:]):
+            packed_documents(x, offsets[: len(x)], 11, 13)
+    assert len(wanted.by_key) == 4 and all(len(theirs) == 1 for theirs in wanted.by_key.values())
 
 
 @pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
