@@ -4,6 +4,7 @@ In a process of its own, without TRITON_INTERPRET: interpreted functions cannot 
 """
 
 import itertools
+import math
 import os
 import re
 import subprocess
@@ -23,6 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from flash_train.ops import choice
+from flash_train.ops.attention import Score, flash_attention
 from flash_train.ops.features import UNBOUNDED, Terms
 from flash_train.ops.kernels import backward, documents
 from flash_train.ops.kernels import launch as launch_module
@@ -224,6 +226,19 @@ def test_lengths_strides_addresses_and_values_share_a_kernel_and_what_does_not_i
     assert {name for name, _, _ in wanted.kernels} == {f"{name}_kernel" for name in ("delta", *KERNELS)}
     assert [kernel for kernel, others in wanted.kernels.items() if len(others) > 1] == []
     assert [key for key, theirs in wanted.by_key.items() if len(theirs) > 1] == []
+
+
+def test_a_bias_slopes_and_sinks_of_another_dtype_or_address_have_another_key(wanted):
+    q = torch.randn(2, 4, 32, 64, dtype=torch.bfloat16)
+    for dtype, skip, place in itertools.product(
+        (torch.float32, torch.bfloat16), (0, 1), ("bias", "alibi_slopes", "sinks")
+    ):
+        shape = {"bias": (4, 32, 32)}.get(place, (4,))
+        x = torch.randn(4096 + 1, dtype=dtype)[skip:][: math.prod(shape)].view(shape)
+        flash_attention(q, q, q, score=Score(**{place: x}), implementation="triton")
+    assert all(len(theirs) == 1 for theirs in wanted.by_key.values())
+    # slopes and sinks, which become fp32, at two addresses; a bias in two dtypes at two addresses
+    assert len(wanted.by_key) == 2 + 2 + 4
 
 
 def test_packed_documents_have_their_tables_kernel_by_the_types_and_addresses_of_the_offsets(wanted):
