@@ -235,7 +235,8 @@ def test_a_bias_slopes_and_sinks_of_another_dtype_or_address_have_another_key(wa
     ):
         shape = {"bias": (4, 32, 32)}.get(place, (4,))
         x = torch.randn(4096 + 1, dtype=dtype)[skip:][: math.prod(shape)].view(shape)
-        flash_attention(q, q, q, score=Score(**{place: x}), implementation="triton")
+        tensors: dict[str, Any] = {place: x}
+        flash_attention(q, q, q, score=Score(**tensors), implementation="triton")
     assert all(len(theirs) == 1 for theirs in wanted.by_key.values())
     # slopes and sinks, which become fp32, at two addresses; a bias in two dtypes at two addresses
     assert len(wanted.by_key) == 2 + 2 + 4
