@@ -16,9 +16,10 @@ MAY_IMPORT = {
     "training": {"training", "models", "modules", "ops"},
     "diagnostics": {"diagnostics"},
     "comparison": {"comparison", "diagnostics", "training", "models", "modules", "ops"},
+    "bench": {"bench", "comparison", "diagnostics", "ops"},
     "integrations": {"integrations", "ops"},
     "config": set(),
-    "commands": {"commands", "config", "comparison", "diagnostics", "training", "models", "modules", "ops"},
+    "commands": {"commands", "config", "bench", "comparison", "diagnostics", "training", "models", "modules", "ops"},
 }
 
 
