@@ -1,0 +1,431 @@
+"""The backward kernel for Hopper (sm_90): one pass over keys, one warp fetches, two warpgroups multiply.
+
+The design is FlashAttention-3's (Shah et al. 2024, arXiv 2407.08608, section 3.1 and appendix B), written in Gluon. A
+program holds 128 keys of one key head, 64 a warpgroup, while the queries that see them pass by, of all the heads of
+the group: dK and dV are sums in registers. All five products are made once. S^T = K Q^T and dP^T = V dO^T have keys as
+rows, so that P^T and dS^T are operands of dV += P^T dO and dK += dS^T Q where they stand, in registers; dS^T goes
+through shared memory for dQ = dS K alone, which the copy engine adds to an fp32 tensor in global memory. In what order
+programs add there differs from run to run, and so does dQ's rounding; dK and dV do not.
+
+The sums of S^T and dP^T begin at -L / scale and -delta instead of 0: neither takes registers then. Around the kernel go
+two small ones: one makes these rows, one turns dQ to the inputs' dtype.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from flash_train.ops.features import UNBOUNDED, Terms
+from flash_train.ops.kernels.hopper.shim import bar_sync, describe, exp2, load, own_registers, reduce_add, store, view
+from flash_train.ops.kernels.hopper.tables import BACKWARD
+from flash_train.ops.kernels.launch import block_size, blocks, empty, run
+from flash_train.ops.kernels.operands import as_numbers, large, readable, vector
+from flash_train.ops.kernels.tables import Launch
+from flash_train.ops.kernels.tiles import load_tile
+
+LOG2_E = 1.4426950408889634
+BOTH = gl.constexpr(8)
+"""The named barrier at which the two warpgroups wait for each other."""
+NEVER = gl.constexpr(2**31 - 1)
+"""After every query."""
+HIGHEST = tl.constexpr(1.0e30)
+"""The log-sum-exp of a row that saw nothing or is none: exp(s - 1e30) is 0, and nothing here is inf - inf."""
+ROWS = Launch(block_t=64, block_s=0, warps=4, stages=1)
+FINISH = Launch(block_t=4096, block_s=0, warps=8, stages=1)
+"""`rows_kernel` and `finish_kernel` read each element once; block_t counts rows of the one, elements of the other."""
+
+
+class Rings(NamedTuple):
+    """Tiles in shared memory, and the barriers that say of each whether it is full or empty."""
+
+    k: Any
+    """This and v: one tile a warpgroup, read by both; dK and dV take their place in the end."""
+    v: Any
+    q: Any
+    do: Any
+    start_s: Any
+    """Beside q: where the sums of S^T begin."""
+    start_dp: Any
+    """Beside do."""
+    ds: Any
+    """dS^T: two pairs of one tile a warpgroup. One pair is written while the other may still be read."""
+    dq: Any
+    """One tile a warpgroup, on its way to global memory."""
+    k_full: Any
+    v_full: Any
+    q_full: Any
+    q_empty: Any
+    do_full: Any
+    do_empty: Any
+
+
+class Numbers(NamedTuple):
+    """What the kernel is called with."""
+
+    key_heads: Any
+    """B G"""
+    G: Any
+    group: Any
+    """H / G"""
+    T: Any
+    S: Any
+    left: Any
+    right: Any
+    shift: Any
+    """Query t stands beside key t + shift."""
+    log2_scale: Any
+    """Of the scores, in units of log2."""
+    scale: Any
+
+
+@gluon.jit
+def _locate(n, BLOCK_S: gl.constexpr):
+    """(block, b, g) of this program: key heads in groups whose queries stay in the L2 cache, the first keys, which have
+    the most rows, first."""
+    TOGETHER: gl.constexpr = 8
+    blocks = gl.cdiv(n.S, BLOCK_S)
+    group = gl.program_id(0) // (TOGETHER * blocks)
+    here = min(TOGETHER, n.key_heads - group * TOGETHER)
+    rest = gl.program_id(0) - group * TOGETHER * blocks
+    block = rest // here
+    head = group * TOGETHER + rest - block * here
+    b = head // n.G
+    return block, b, head - b * n.G
+
+
+@gluon.jit
+def _query_tiles(block, n, BLOCK_T: gl.constexpr, BLOCK_S: gl.constexpr, MASK: gl.constexpr):
+    """(start, full, full_end, end): query tiles start to end - 1 see a key of the block; in those from `full` to
+    `full_end` - 1 every query sees every key. (Rows from T on and keys from S on contribute 0 without this.)"""
+    tiles = (n.T + BLOCK_T - 1) // BLOCK_T
+    first = block * BLOCK_S - n.shift  # the queries that stand beside the first and the last key
+    last = min(block * BLOCK_S + BLOCK_S, n.S) - 1 - n.shift
+    if MASK == "full":
+        start, full = 0, 0
+    else:
+        start = max(first - n.right, 0) // BLOCK_T if first - n.right < n.T else tiles
+        full = (min(max(last - n.right, 0), n.T) + BLOCK_T - 1) // BLOCK_T
+    if MASK == "window":
+        end = max((min(max(last + n.left + 1, 0), n.T) + BLOCK_T - 1) // BLOCK_T, start)
+        full_end = min(max(first + n.left + 1, 0), tiles * BLOCK_T) // BLOCK_T
+    else:
+        end, full_end = tiles, tiles
+    full = min(max(full, start), end)
+    return start, full, min(max(full_end, full), end), end
+
+
+@gluon.jit
+def _hide(s, first_key, first_query, n, BLOCK_T: gl.constexpr, MASK: gl.constexpr, SCORES: gl.constexpr):
+    """S^T of 64 keys: minus infinity where the query does not see the key. (A thread has two keys and many queries.)"""
+    beside = first_key - n.shift + gl.arange(0, 64, gl.SliceLayout(1, SCORES))
+    queries = (first_query + gl.arange(0, BLOCK_T, gl.SliceLayout(0, SCORES)))[None, :]
+    seen = queries >= (beside - n.right)[:, None]
+    if MASK == "window":
+        seen = seen & (queries <= (beside + n.left)[:, None])
+    return gl.where(seen, s, float("-inf"))
+
+
+@gluon.jit
+def _produce(q, k, v, do, start_s, start_dp, rings, n, MASK: gl.constexpr, BLOCK_T: gl.constexpr, W: gl.constexpr,
+             STAGES: gl.constexpr):  # fmt: skip
+    """The warp that fetches: 128 keys and values, then the queries that see them and their dO, head by head."""
+    block, b, g = _locate(n, 128)
+    start, _, _, end = _query_tiles(block, n, BLOCK_T, 128, MASK)
+    tiles = (n.T + BLOCK_T - 1) // BLOCK_T
+    mbarrier.expect(rings.k_full, 2 * k.block_type.nbytes)
+    for half in gl.static_range(2):
+        load(k, [b, g, block * 128 + half * 64, 0], rings.k_full,
+             view(rings.k.index(half), k.dtype, [1, 1, 64, W], k.layout))  # fmt: skip
+    mbarrier.expect(rings.v_full, 2 * v.block_type.nbytes)
+    for half in gl.static_range(2):
+        load(v, [b, g, block * 128 + half * 64, 0], rings.v_full,
+             view(rings.v.index(half), v.dtype, [1, 1, 64, W], v.layout))  # fmt: skip
+    done = 0  # query tiles
+    for member in range(0, n.group):
+        h = g * n.group + member
+        row = (b * n.G * n.group + h) * tiles * BLOCK_T
+        for i in range(start, end):
+            stage = done % STAGES
+            phase = ((done // STAGES) & 1) ^ 1
+            mbarrier.wait(rings.q_empty.index(stage), phase)
+            mbarrier.expect(rings.q_full.index(stage), q.block_type.nbytes + start_s.block_type.nbytes)
+            load(q, [b, h, i * BLOCK_T, 0], rings.q_full.index(stage),
+                 view(rings.q.index(stage), q.dtype, [1, 1, BLOCK_T, W], q.layout))  # fmt: skip
+            load(start_s, [row + i * BLOCK_T], rings.q_full.index(stage), rings.start_s.index(stage))
+            mbarrier.wait(rings.do_empty.index(stage), phase)
+            mbarrier.expect(rings.do_full.index(stage), do.block_type.nbytes + start_dp.block_type.nbytes)
+            load(do, [b, h, i * BLOCK_T, 0], rings.do_full.index(stage),
+                 view(rings.do.index(stage), do.dtype, [1, 1, BLOCK_T, W], do.layout))  # fmt: skip
+            load(start_dp, [row + i * BLOCK_T], rings.do_full.index(stage), rings.start_dp.index(stage))
+            done += 1
+
+
+@gluon.jit
+def _begin(row, BLOCK_T: gl.constexpr, SCORES: gl.constexpr):
+    """[64, BLOCK_T]: a sum that begins with this row in every row."""
+    return own_registers(gl.zeros([64, BLOCK_T], gl.float32, SCORES) + row.load(gl.SliceLayout(0, SCORES))[None, :])
+
+
+@gluon.jit
+def _step(dq, rings, done, b, h, first_key, first_query, masked, outside, dk, dv, n, ME: gl.constexpr,
+          MASK: gl.constexpr, BLOCK_T: gl.constexpr, W: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr,
+          DQ: gl.constexpr, OPERAND: gl.constexpr):  # fmt: skip
+    """Query tile number `done` of the rings against this warpgroup's 64 keys.
+
+    The comments count the products in flight: a wait for the others than the last n.
+    """
+    stage = done % STAGES
+    phase = (done // STAGES) & 1
+    pair = done % 2 * 2
+    q_tile, do_tile = rings.q.index(stage), rings.do.index(stage)
+    mbarrier.wait(rings.do_full.index(stage), phase)
+    dp = _begin(rings.start_dp.index(stage), BLOCK_T, SCORES)  # before a product is in flight
+    mbarrier.wait(rings.q_full.index(stage), phase)
+    s = _begin(rings.start_s.index(stage), BLOCK_T, SCORES)
+    s = warpgroup_mma(rings.k.index(ME), q_tile.permute((1, 0)), s, is_async=True)
+    dp = warpgroup_mma(rings.v.index(ME), do_tile.permute((1, 0)), dp, is_async=True)
+    s = warpgroup_mma_wait(1, deps=(s,))  # dP
+    if MASK != "full":
+        if masked:
+            s = _hide(s, first_key, first_query, n, BLOCK_T, MASK, SCORES)
+    p = exp2(s * n.log2_scale + outside[:, None])
+    p_operand = gl.convert_layout(p.to(rings.k.dtype), OPERAND)
+    dp = warpgroup_mma_wait(0, deps=(dp,))
+    ds = (p * dp).to(rings.k.dtype)
+    rings.ds.index(pair + ME).store(ds)
+    dv = warpgroup_mma(p_operand, do_tile, dv, is_async=True)
+    fence_async_shared()
+    bar_sync(BOTH, 256)  # both halves of dS^T are there
+    if W == 128:  # dQ is [64, 128]: each warpgroup makes 64 columns
+        dq_tile = warpgroup_mma(rings.ds.index(pair).permute((1, 0)), rings.k.index(0).slice(ME * 64, 64, 1),
+                                gl.zeros([64, 64], gl.float32, DQ), use_acc=False, is_async=True)  # fmt: skip
+        dq_tile = warpgroup_mma(rings.ds.index(pair + 1).permute((1, 0)), rings.k.index(1).slice(ME * 64, 64, 1),
+                                dq_tile, is_async=True)  # fmt: skip
+    else:  # it is [128, 64]: each makes 64 rows
+        dq_tile = warpgroup_mma(rings.ds.index(pair).slice(ME * 64, 64, 1).permute((1, 0)), rings.k.index(0),
+                                gl.zeros([64, 64], gl.float32, DQ), use_acc=False, is_async=True)  # fmt: skip
+        dq_tile = warpgroup_mma(rings.ds.index(pair + 1).slice(ME * 64, 64, 1).permute((1, 0)), rings.k.index(1),
+                                dq_tile, is_async=True)  # fmt: skip
+    dv, p_operand = warpgroup_mma_wait(2, deps=(dv, p_operand))  # dQ's two
+    mbarrier.arrive(rings.do_empty.index(stage))
+    ds_operand = gl.convert_layout(ds, OPERAND)
+    dk = warpgroup_mma(ds_operand, q_tile, dk, is_async=True)
+    dq_tile = warpgroup_mma_wait(1, deps=(dq_tile,))  # dK
+    tma.store_wait(0)  # the tile before has left
+    rings.dq.index(ME).store(dq_tile)
+    fence_async_shared()
+    if W == 128:
+        reduce_add(dq, [b, h, first_query, ME * 64], view(rings.dq.index(ME), gl.float32, [1, 1, 64, 64], dq.layout))
+    else:
+        reduce_add(dq, [b, h, first_query + ME * 64, 0],
+                   view(rings.dq.index(ME), gl.float32, [1, 1, 64, 64], dq.layout))  # fmt: skip
+    dk, ds_operand = warpgroup_mma_wait(0, deps=(dk, ds_operand))
+    mbarrier.arrive(rings.q_empty.index(stage))
+    return dk, dv
+
+
+@gluon.jit
+def _consume(dq, dk, dv, rings, n, ME: gl.constexpr, MASK: gl.constexpr, BLOCK_T: gl.constexpr, W: gl.constexpr,
+             STAGES: gl.constexpr):  # fmt: skip
+    """A warpgroup that computes: 64 keys of the program's 128, those from 64 ME on."""
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1],
+                                                     instr_shape=[16, BLOCK_T, 16])  # fmt: skip
+    ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, W, 16])
+    DQ: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=2)
+    block, b, g = _locate(n, 128)
+    start, full, full_end, end = _query_tiles(block, n, BLOCK_T, 128, MASK)
+    first_key = block * 128 + ME * 64
+    keys = first_key + gl.arange(0, 64, gl.SliceLayout(1, SCORES))
+    outside = gl.where(keys < n.S, 0.0, float("-inf"))  # added to the scores of keys that are none
+    dk_acc = gl.zeros([64, W], gl.float32, ACC)
+    dv_acc = gl.zeros([64, W], gl.float32, ACC)
+    mbarrier.wait(rings.k_full, 0)
+    mbarrier.wait(rings.v_full, 0)
+    done = 0
+    for member in range(0, n.group):
+        h = g * n.group + member
+        base = done - start
+        for i in range(start, end):
+            masked = (i < full) | (i >= full_end)
+            dk_acc, dv_acc = _step(dq, rings, base + i, b, h, first_key, i * BLOCK_T, masked, outside, dk_acc, dv_acc,
+                                   n, ME, MASK, BLOCK_T, W, STAGES, SCORES, DQ, OPERAND)  # fmt: skip
+        done += end - start
+    bar_sync(BOTH, 256)  # nobody reads the keys any more
+    k_tile, v_tile = rings.k.index(ME), rings.v.index(ME)
+    v_tile.store(dv_acc.to(dv.dtype))
+    k_tile.store((dk_acc * n.scale).to(dk.dtype))
+    fence_async_shared()
+    store(dv, [b, g, first_key, 0], view(v_tile, dv.dtype, [1, 1, 64, W], dv.layout))
+    store(dk, [b, g, first_key, 0], view(k_tile, dk.dtype, [1, 1, 64, W], dk.layout))
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["key_heads", "G", "group", "T", "S", "left", "right", "shift"])
+def hopper_backward_kernel(q, k, v, do, start_s, start_dp, dq, dk, dv, key_heads, G, group, T, S, left, right, shift,
+                           log2_scale, scale, MASK: gl.constexpr, BLOCK_T: gl.constexpr, W: gl.constexpr,
+                           STAGES: gl.constexpr, REGISTERS: gl.constexpr, FEW_REGISTERS: gl.constexpr):  # fmt: skip
+    """One program: 128 keys of one key head, against every query that sees them."""
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    SHARED_32: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    rings = Rings(
+        gl.allocate_shared_memory(k.dtype, [2, 64, W], SHARED),
+        gl.allocate_shared_memory(v.dtype, [2, 64, W], SHARED),
+        gl.allocate_shared_memory(q.dtype, [STAGES, BLOCK_T, W], SHARED),
+        gl.allocate_shared_memory(do.dtype, [STAGES, BLOCK_T, W], SHARED),
+        gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_T], start_s.layout),
+        gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_T], start_dp.layout),
+        gl.allocate_shared_memory(k.dtype, [4, 64, BLOCK_T], SHARED),
+        gl.allocate_shared_memory(gl.float32, [2, 64, 64], SHARED_32),
+        gl.allocate_shared_memory(gl.int64, [1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
+    )
+    mbarrier.init(rings.k_full, count=1)
+    mbarrier.init(rings.v_full, count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(rings.q_full.index(i), count=1)
+        mbarrier.init(rings.q_empty.index(i), count=2)
+        mbarrier.init(rings.do_full.index(i), count=1)
+        mbarrier.init(rings.do_empty.index(i), count=2)
+    fence_async_shared()
+    n = Numbers(key_heads, G, group, T, S, left, right, shift, log2_scale, scale)
+    # each list of arguments in its place: a name would turn the constants into tensors
+    gl.warp_specialize([
+        (_consume, (dq, dk, dv, rings, n, gl.constexpr(0), MASK, BLOCK_T, W, STAGES)),
+        (_consume, (dq, dk, dv, rings, n, gl.constexpr(1), MASK, BLOCK_T, W, STAGES)),
+        (_produce, (q, k, v, do, start_s, start_dp, rings, n, MASK, BLOCK_T, W, STAGES)),
+    ], [4, 1], [REGISTERS, FEW_REGISTERS])  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["H", "T", "padded", "dl_b", "dl_h", "dl_t"],
+            do_not_specialize_on_alignment=["do", "output", "lse", "grad_lse"])  # fmt: skip
+def rows_kernel(do, output, lse, grad_lse, start_s, start_dp, do_strides, o_strides, dl_b, dl_h, dl_t, H, T, padded,
+                scale, E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, WIDTH: tl.constexpr,
+                HAS_GRAD_LSE: tl.constexpr):  # fmt: skip
+    """-L / scale and -delta = dL - rowsum(dO * O), each [B H, padded] fp32: one program, BLOCK_T rows of one head.
+
+    Rows that saw nothing or are none get L = HIGHEST and delta = 0, and so P = dS = 0.
+    """
+    blocks = padded // BLOCK_T
+    head = tl.program_id(0) // blocks
+    first = (tl.program_id(0) - head * blocks) * BLOCK_T
+    b = head // H
+    h = head - b * H
+    rows = first + tl.arange(0, BLOCK_T)
+    grad = load_tile(do, do_strides, b, h, first, T, E, BLOCK_T, BLOCK_E, WIDTH, False).to(tl.float32)
+    o = load_tile(output, o_strides, b, h, first, T, E, BLOCK_T, BLOCK_E, WIDTH, False).to(tl.float32)
+    minus_delta = -tl.sum(grad * o, 1)
+    if HAS_GRAD_LSE:
+        pointers = grad_lse + b.to(tl.int64) * dl_b + h.to(tl.int64) * dl_h
+        minus_delta += tl.load(pointers + rows.to(tl.int64) * dl_t, mask=rows < T, other=0.0)
+    L = tl.load(lse + head.to(tl.int64) * T + rows, mask=rows < T, other=float("-inf"))
+    nothing = L == float("-inf")
+    to = head.to(tl.int64) * padded + rows
+    tl.store(start_s + to, -tl.where(nothing, HIGHEST, L) / scale)
+    tl.store(start_dp + to, tl.where(nothing, 0.0, minus_delta))
+
+
+@triton.jit(do_not_specialize=["elements"])
+def finish_kernel(dq_sum, dq, elements, scale, BLOCK: tl.constexpr):
+    """dQ = scale dS K in the inputs' dtype."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(dq_sum + at, mask=at < elements, other=0.0)
+    tl.store(dq + at, (x * scale).to(dq.dtype.element_ty), mask=at < elements)
+
+
+_ROW = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+
+
+def _describe_row(x: Tensor, block: int) -> TensorDescriptor:
+    """A contiguous fp32 tensor for the copy engine, flat, in blocks of this many elements."""
+    y = TensorDescriptor.__new__(TensorDescriptor)  # as in `shim.describe`
+    y.base, y.shape, y.strides, y.block_shape, y.layout = x, [x.numel()], [1], [block], _ROW
+    return y
+
+
+def hopper_backward(
+    inputs: list[Tensor], output: Tensor, lse: Tensor, grad_lse: Tensor | None, terms: Terms
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dQ, dK, dV), contiguous [B, H, T, D], [B, G, S, D] and [B, G, S, E] in the inputs' dtype (fp16 or bf16).
+
+    D and E are multiples of 8, of 128 at most, and the scale is positive. dQ is not the same to the bit on every run.
+
+    Args:
+        inputs: q, k, v and dO, `operands.readable`.
+        output: [B, H, T, E]
+        lse: [B, H, T] fp32; minus infinity where a row saw nothing: it contributes 0.
+        grad_lse: the gradient of `lse`, of any strides.
+    """
+    q, k, v, do = inputs
+    (B, H, T, D), (G, S, E) = q.shape, v.shape[1:]
+    width = max(64, block_size(max(D, E)))
+    row = BACKWARD[width]
+    tiles = blocks(T, row.block_t)
+    padded = tiles * row.block_t  # so that the copy engine, which reads whole blocks, stays in its head
+    start_s, start_dp = (empty(q, B * H, padded, dtype=torch.float32) for _ in range(2))
+    _rows(do, output, lse.contiguous(), grad_lse, start_s, start_dp, padded, terms.scale)
+    dq_sum = empty(q, B, H, T, D, dtype=torch.float32).zero_()
+    dq, dk, dv = empty(q, B, H, T, D), empty(k, B, G, S, D), empty(v, B, G, S, E)
+    mask = "full" if terms.right >= UNBOUNDED else "causal"
+    if terms.left < UNBOUNDED or 0 < terms.right < UNBOUNDED:
+        mask = "window"
+    run(
+        hopper_backward_kernel, q.device, blocks(S, 128) * B * G, Launch(row.block_t, 128, 4, row.stages),
+        ("hopper backward", q.device, q.dtype, width, mask),
+        describe(q, row.block_t, width), describe(k, 64, width), describe(v, 64, width),
+        describe(do, row.block_t, width), _describe_row(start_s, row.block_t), _describe_row(start_dp, row.block_t),
+        describe(dq_sum, 64, 64), describe(dk, 64, width), describe(dv, 64, width), B * G, G, H // G, T, S,
+        terms.left, terms.right, 0 if terms.top_left else S - T, terms.scale * LOG2_E, terms.scale, mask, row.block_t,
+        width, row.stages, row.registers, row.few_registers,
+    )  # fmt: skip
+    elements = dq.numel()
+    run(
+        finish_kernel, q.device, blocks(elements, FINISH.block_t), FINISH,
+        ("hopper finish", q.device, q.dtype, *large((elements,))), dq_sum, dq, elements, terms.scale, FINISH.block_t,
+    )  # fmt: skip
+    return dq, dk, dv
+
+
+def _rows(
+    do: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    grad_lse: Tensor | None,
+    start_s: Tensor,
+    start_dp: Tensor,
+    padded: int,
+    scale: float,
+) -> None:
+    """Fills `start_s` and `start_dp`."""
+    B, H, T, E = output.shape
+    o = readable(output)
+    dl = lse if grad_lse is None else grad_lse
+    width = vector(o.element_size())
+    strides = as_numbers(do.stride()), as_numbers(o.stride())
+    key = (
+        "hopper rows", o.device, do.dtype, o.dtype, dl.dtype, E, width, grad_lse is not None,
+        *(large(x) for x in (*strides, dl.stride())),
+    )  # fmt: skip
+    run(
+        rows_kernel, o.device, padded // ROWS.block_t * B * H, ROWS, key,
+        do, o, lse, dl, start_s, start_dp, *strides, *dl.stride(), H, T, padded, scale, E, ROWS.block_t, block_size(E),
+        width, grad_lse is not None,
+    )  # fmt: skip

@@ -1,0 +1,56 @@
+"""Every row of the Hopper backward's table compiles for sm_90, fits, spills next to nothing, keeps products in flight.
+
+In a process of its own, without TRITON_INTERPRET: interpreted functions cannot be compiled.
+"""
+
+import os
+
+import pytest
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("interpreted functions cannot be compiled: run with TRITON_INTERPRET=0", allow_module_level=True)
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from flash_train.ops.kernels.hopper.backward import hopper_backward_kernel
+from flash_train.ops.kernels.hopper.tables import BACKWARD, SHARED_BYTES
+from tests.ops.ptxas import verdict
+
+SPILLED = {("causal", 128): 28, ("window", 128): 60, ("full", 64): 132, ("causal", 64): 168, ("window", 64): 176}
+"""Bytes a thread, Triton 3.6.0 and 3.7.1."""
+TARGET = GPUTarget("cuda", 90, 32)
+ROW = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+
+
+def tile(dtype: str, rows: int, columns: int) -> str:
+    layout = gl.NVMMASharedLayout(128, 32 if dtype == "fp32" else 16, 4)
+    return f"tensordesc<{dtype}[1, 1, {rows}, {columns}],{layout}>"
+
+
+def backward(mask: str, W: int, dtype: str = "bf16"):
+    """The kernel as `hopper_backward` launches it."""
+    row, names = BACKWARD[W], hopper_backward_kernel.arg_names
+    constants = dict(
+        MASK=mask, BLOCK_T=row.block_t, W=W, STAGES=row.stages, REGISTERS=row.registers,
+        FEW_REGISTERS=row.few_registers,
+    )  # fmt: skip
+    queries, keys, rows = tile(dtype, row.block_t, W), tile(dtype, 64, W), f"tensordesc<fp32[{row.block_t}],{ROW}>"
+    types = dict.fromkeys(names, "i32") | dict.fromkeys(constants, "constexpr") | dict(
+        q=queries, k=keys, v=keys, do=queries, start_s=rows, start_dp=rows, dq=tile("fp32", 64, 64), dk=keys, dv=keys,
+        log2_scale="fp32", scale="fp32",
+    )  # fmt: skip
+    source = GluonASTSource(hopper_backward_kernel, types, {(names.index(n),): x for n, x in constants.items()})
+    return triton.compile(source, target=TARGET, options=dict(num_warps=4, enable_fp_fusion=True))
+
+
+@pytest.mark.parametrize("W", BACKWARD)
+@pytest.mark.parametrize("mask", ["full", "causal", "window"])
+def test_the_backward_compiles_with_few_spills_and_no_product_that_waits(mask, W):
+    kernel = backward(mask, W, dtype="fp16" if mask == "window" else "bf16")
+    said = verdict(kernel)
+    assert kernel.metadata.shared <= SHARED_BYTES
+    assert said.spilled <= SPILLED.get((mask, W), 0) and said.warnings == []
+    assert "setmaxnreg" in kernel.asm["ptx"], "no registers move from the producer to the consumers"
