@@ -39,8 +39,6 @@ from flash_train.ops.kernels.tiles import load_tile
 LOG2_E = 1.4426950408889634
 BOTH = gl.constexpr(8)
 """The named barrier at which the two warpgroups wait for each other."""
-NEVER = gl.constexpr(2**31 - 1)
-"""After every query."""
 HIGHEST = tl.constexpr(1.0e30)
 """The log-sum-exp of a row that saw nothing or is none: exp(s - 1e30) is 0, and nothing here is inf - inf."""
 ROWS = Launch(block_t=64, block_s=0, warps=4, stages=1)
@@ -120,7 +118,7 @@ def _query_tiles(block, n, BLOCK_T: gl.constexpr, BLOCK_S: gl.constexpr, MASK: g
         full = (min(max(last - n.right, 0), n.T) + BLOCK_T - 1) // BLOCK_T
     if MASK == "window":
         end = max((min(max(last + n.left + 1, 0), n.T) + BLOCK_T - 1) // BLOCK_T, start)
-        full_end = min(max(first + n.left + 1, 0), tiles * BLOCK_T) // BLOCK_T
+        full_end = max(first + n.left + 1, 0) // BLOCK_T if first + n.left + 1 < n.T else tiles
     else:
         end, full_end = tiles, tiles
     full = min(max(full, start), end)

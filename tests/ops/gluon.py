@@ -1,0 +1,157 @@
+"""Gluon's vocabulary on the CPU, as far as the Hopper backward has it: a program's partitions run as threads.
+
+Memory barriers count arrivals and bytes as the hardware's do, and the copy engine fills with zeros what lies outside a
+tensor and leaves out what would be written there. Products end where they begin, and registers, layouts and fences are
+nothing: of those a GPU alone can tell.
+"""
+
+import threading
+import types
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon._runtime import GluonJITFunction
+
+TIMEOUT = 20.0
+"""Seconds after which a wait is a deadlock."""
+
+
+class Shared:
+    """A tile, or tiles, in shared memory."""
+
+    def __init__(self, data: Tensor) -> None:
+        self.data, self.dtype = data, data.dtype
+
+    def index(self, i: int) -> "Shared":
+        assert 0 <= i < len(self.data)
+        return Shared(self.data[i])
+
+    def permute(self, order: tuple[int, ...]) -> "Shared":
+        return Shared(self.data.permute(order))
+
+    def slice(self, start: int, length: int, dim: int) -> "Shared":
+        return Shared(self.data.narrow(dim, start, length))
+
+    def load(self, layout: Any) -> Tensor:
+        return self.data.clone()
+
+    def store(self, x: Tensor) -> None:
+        self.data.copy_(x)
+
+
+class Barrier:
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.count = self.arrivals = self.bytes = self.phase = 0
+
+    def change(self, arrivals: int = 0, size: int = 0) -> None:
+        with self.changed:
+            self.arrivals, self.bytes = self.arrivals + arrivals, self.bytes + size
+            assert 0 <= self.arrivals <= self.count
+            if self.arrivals == self.count and self.bytes == 0:
+                self.phase, self.arrivals = self.phase + 1, 0
+                self.changed.notify_all()
+
+
+class Barriers:
+    def __init__(self, count: int) -> None:
+        self.all = [Barrier() for _ in range(count)]
+
+    def index(self, i: int) -> Barrier:
+        return self.all[i]
+
+
+class Descriptor:
+    """A tensor, as a kernel sees its descriptor."""
+
+    def __init__(self, x: Any) -> None:
+        self.x, self.block = x.base.as_strided(x.shape, x.strides), x.block_shape
+        self.dtype, self.layout = x.base.dtype, None
+        self.block_type = types.SimpleNamespace(nbytes=x.base.element_size() * torch.Size(self.block).numel())
+
+    def inside(self, at: list[int]) -> tuple[Tensor, tuple[slice, ...]]:
+        """(the part of the block that the tensor has, where in the block that is)"""
+        sizes = [max(0, min(b, n - i)) for b, n, i in zip(self.block, self.x.shape, at, strict=True)]
+        part = tuple(slice(min(i, n), i + s) for i, n, s in zip(at, self.x.shape, sizes, strict=True))
+        return self.x[part], tuple(slice(0, s) for s in sizes)
+
+
+def _load(x: Descriptor, at: list[int], barrier: Barrier, to: Shared) -> None:
+    here, place = x.inside(at)
+    assert list(to.data.shape) == x.block
+    to.data.zero_()
+    to.data[place] = here
+    barrier.change(size=-x.block_type.nbytes)
+
+
+def _store(x: Descriptor, at: list[int], tile: Shared) -> None:
+    here, place = x.inside(at)
+    here.copy_(tile.data[place])
+
+
+def run_on_cpu(module: Any, kernel: Any, program: int, args: tuple[Any, ...]) -> None:
+    """One program of a kernel of the module."""
+    named, lock = threading.Barrier(2), threading.Lock()
+
+    def reduce_add(x: Descriptor, at: list[int], tile: Shared) -> None:
+        here, place = x.inside(at)
+        with lock:
+            here += tile.data[place]
+
+    def allocate(dtype: Any, shape: list[int], layout: Any) -> Any:
+        if dtype is torch.int64:
+            return Barrier() if len(shape) == 1 else Barriers(shape[0])
+        return Shared(torch.full(shape, float("nan"), dtype=dtype))
+
+    def wait(barrier: Barrier, parity: int) -> None:
+        with barrier.changed:
+            assert barrier.changed.wait_for(lambda: barrier.phase % 2 != parity, TIMEOUT), "deadlock"
+
+    def multiply(a: Any, b: Any, acc: Tensor, use_acc: bool = True, is_async: bool = False) -> Tensor:
+        a, b = (x.data if isinstance(x, Shared) else x for x in (a, b))
+        return a @ b + acc if use_acc else a @ b
+
+    failures: list[BaseException] = []
+
+    def partition(function: Any, args: tuple[Any, ...]) -> None:
+        try:
+            function(*args)
+        except BaseException as error:
+            failures.append(error)
+
+    def specialize(partitions: list[Any], warps: list[int], registers: list[int]) -> None:
+        threads = [threading.Thread(target=partition, args=x, daemon=True) for x in partitions]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    nothing = lambda *args, **kwargs: None  # noqa: E731
+    names = dict(vars(module))
+    names["gl"] = types.SimpleNamespace(
+        constexpr=lambda x: x, float32=torch.float32, int64=torch.int64, static_range=range,
+        cdiv=lambda a, b: -(-a // b), program_id=lambda axis: program,
+        zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
+        arange=lambda a, b, layout: torch.arange(a, b), where=torch.where, convert_layout=lambda x, layout: x,
+        allocate_shared_memory=allocate, warp_specialize=specialize,
+        **dict.fromkeys(("SliceLayout", "NVMMADistributedLayout", "DotOperandLayout", "NVMMASharedLayout"), nothing),
+    )  # fmt: skip
+    names["mbarrier"] = types.SimpleNamespace(
+        MBarrierLayout=nothing, wait=wait, arrive=lambda barrier: barrier.change(arrivals=1),
+        init=lambda barrier, count: setattr(barrier, "count", count),
+        expect=lambda barrier, size: barrier.change(arrivals=1, size=size),
+    )  # fmt: skip
+    names.update(
+        tma=types.SimpleNamespace(store_wait=nothing), fence_async_shared=nothing, load=_load, store=_store,
+        reduce_add=reduce_add, view=lambda x, dtype, shape, layout: Shared(x.data.view(shape)),
+        bar_sync=lambda number, threads: named.wait(TIMEOUT), exp2=torch.exp2, own_registers=lambda x: x,
+        warpgroup_mma=multiply, warpgroup_mma_wait=lambda left, deps: deps[0] if len(deps) == 1 else deps,
+    )  # fmt: skip
+    for name, x in vars(module).items():
+        if isinstance(x, GluonJITFunction) and x.__module__ == module.__name__:
+            body = vars(x)["fn"]
+            names[name] = types.FunctionType(body.__code__, names, name, body.__defaults__)
+    names[kernel.__name__](*(Descriptor(x) if hasattr(x, "block_shape") else x for x in args))
+    if failures:
+        raise failures[0]

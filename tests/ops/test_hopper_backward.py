@@ -1,0 +1,85 @@
+"""The Hopper backward: which tiles it visits, and on the CPU, product by product, its gradients."""
+
+import itertools
+
+import pytest
+import torch
+
+from flash_train.ops.attention import Mask, flash_attention_with_lse
+from flash_train.ops.features import UNBOUNDED, Terms
+from flash_train.ops.kernels.hopper import backward
+from flash_train.ops.kernels.hopper.backward import Numbers, _query_tiles, hopper_backward, hopper_backward_kernel
+from flash_train.ops.kernels.launch import run
+from tests.ops.gluon import run_on_cpu
+from tests.ops.test_hopper import visible
+
+
+@pytest.mark.parametrize("mask", ["full", "causal", "window"])
+def test_the_query_tiles_of_a_block_are_those_that_see_it_and_the_unmasked_ones_see_it_whole(mask):
+    block_t, block_s = 4, 6
+    bounds = {"full": [(UNBOUNDED, UNBOUNDED)], "causal": [(UNBOUNDED, 0)]}.get(
+        mask, list(itertools.product((0, 1, 3, 9, UNBOUNDED), (0, 2, 7, UNBOUNDED)))
+    )
+    for T, S, (left, right), top_left in itertools.product((1, 4, 7, 12, 21), (1, 5, 6, 13), bounds, (False, True)):
+        shift = 0 if top_left else S - T
+        seen = visible(T, S, left, right, shift)
+        n = Numbers(1, 1, 1, T, S, left, right, shift, 1.0, 1.0)
+        for block in range(-(-S // block_s)):
+            start, full, full_end, end = vars(_query_tiles)["fn"](block, n, block_t, block_s, mask)
+            keys = seen[:, block * block_s : (block + 1) * block_s]
+            assert 0 <= start <= full <= full_end <= end
+            assert set(range(start, end)) == {t // block_t for t in keys.any(1).nonzero().flatten().tolist()}
+            whole = [i for i in range(start, end) if keys[i * block_t : (i + 1) * block_t].all()]
+            assert list(range(full, full_end)) == whole
+            assert mask == "window" or full_end == end
+
+
+def check_on_the_cpu(q, k, v, mask, scale, monkeypatch):
+    """`hopper_backward` with its kernel run by `run_on_cpu`, against the tiled path; uninitialised memory is NaN."""
+    (B, H, T, _), E = q.shape, v.shape[3]
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    output, lse = flash_attention_with_lse(*leaves, mask=mask, scale=scale, implementation="tiled")
+    do, dl = torch.randn(B, H, T, E), torch.randn(H, B, T).transpose(0, 1)
+    expected = torch.autograd.grad((output, lse), leaves, (do, dl))
+
+    def run_here(kernel, device, programs, launch, key, *args):
+        if kernel is not hopper_backward_kernel:
+            return run(kernel, device, programs, launch, key, *args)
+        for program in range(programs):
+            run_on_cpu(backward, kernel, program, args)
+
+    def with_nan(like, *shape, dtype=None):
+        return torch.full(shape, float("nan"), dtype=dtype or like.dtype)
+
+    monkeypatch.setattr(backward, "run", run_here)
+    monkeypatch.setattr(backward, "empty", with_nan)
+    left, right = (UNBOUNDED if x is None else x for x in mask.window or (None, None))
+    terms = Terms(scale, left=left, right=0 if mask.causal else right, top_left=mask.alignment == "top_left")
+    inputs = [x.detach() for x in (q, k, v, do)]
+    for ours, theirs in zip(hopper_backward(inputs, output.detach(), lse.detach(), dl, terms), expected, strict=True):
+        assert ours.is_contiguous()
+        torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=2e-4)
+
+
+@pytest.mark.parametrize(("D", "E"), [(64, 40), (24, 128)])
+@pytest.mark.parametrize(
+    ("T", "S", "mask"),
+    [
+        (150, 301, Mask()),
+        (301, 150, Mask(causal=True)),  # the first rows see nothing
+        (130, 301, Mask(causal=True, alignment="top_left")),  # nobody sees the last keys
+        (300, 290, Mask(window=(70, 3))),
+        (1, 1, Mask(causal=True)),
+    ],
+    ids=str,
+)
+def test_on_the_cpu_the_gradients_are_those_of_the_tiled_path(T, S, mask, D, E, monkeypatch):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, T, 4, D).transpose(1, 2), torch.randn(2, 2, S, D), torch.randn(2, 2, S, E)
+    check_on_the_cpu(q, k, v, mask, 0.3, monkeypatch)
+
+
+def test_where_all_scores_are_very_low_the_rows_behind_the_last_key_add_nothing(monkeypatch):
+    torch.manual_seed(0)
+    q, k, v = torch.full((1, 1, 70, 64), 0.5), torch.full((1, 1, 70, 64), -4.0), torch.randn(1, 1, 70, 64)
+    check_on_the_cpu(q, k + 0.01 * torch.randn_like(k), v, Mask(), 1.0, monkeypatch)  # exp(-lse) is infinite
