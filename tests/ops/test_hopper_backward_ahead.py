@@ -20,8 +20,8 @@ from flash_train.ops.kernels.hopper.tables import BACKWARD, SHARED_BYTES
 from tests.ops.ptxas import verdict
 
 SPILLED = {("causal", 128): 28, ("window", 128): 60, ("full", 64): 132, ("causal", 64): 168, ("window", 64): 176}
-"""Bytes a thread, Triton 3.6.0 (3.7.1: fewer): numbers like b and h, put aside before the loop. A step of width 128 reads
-none of them again, one of width 64 four to nine."""
+"""Bytes a thread, Triton 3.6.0 (3.7.1: fewer): numbers like b and h, put aside before the loop. A step of width 128
+reads none of them again, one of width 64 four to nine."""
 TARGET = GPUTarget("cuda", 90, 32)
 ROW = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 

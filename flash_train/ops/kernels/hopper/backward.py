@@ -197,7 +197,7 @@ def _step(dq, rings, done, b, h, first_key, first_query, masked, outside, dk, dv
     dp = warpgroup_mma(rings.v.index(ME), do_tile.permute((1, 0)), dp, is_async=True)
     s = warpgroup_mma_wait(1, deps=(s,))  # dP
     if MASK != "full":
-        if masked:
+        if masked:  # in one loop: with a loop for each kind of tile, more is spilled
             s = _hide(s, first_key, first_query, n, BLOCK_T, MASK, SCORES)
     p = exp2(s * n.log2_scale + outside[:, None])
     p_operand = gl.convert_layout(p.to(rings.k.dtype), OPERAND)
