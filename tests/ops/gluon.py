@@ -1,4 +1,4 @@
-"""Gluon's vocabulary on the CPU, as far as the Hopper backward has it: a program's partitions run as threads.
+"""Gluon's vocabulary on the CPU, as far as the Hopper kernels have it: a program's partitions run as threads.
 
 Memory barriers count arrivals and bytes as the hardware's do, and the copy engine fills with zeros what lies outside a
 tensor and leaves out what would be written there. Products end where they begin, and registers, layouts and fences are
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from triton.experimental.gluon._runtime import GluonJITFunction
+from triton.language import constexpr
 
 TIMEOUT = 20.0
 """Seconds after which a wait is a deadlock."""
@@ -42,7 +43,7 @@ class Shared:
 
 class Barrier:
     def __init__(self) -> None:
-        self.changed = threading.Condition()
+        self.changed = threading.Condition(threading.RLock())
         self.count = self.arrivals = self.bytes = self.phase = 0
 
     def change(self, arrivals: int = 0, size: int = 0) -> None:
@@ -77,6 +78,17 @@ class Descriptor:
         return self.x[part], tuple(slice(0, s) for s in sizes)
 
 
+class Pointer:
+    def __init__(self, x: Tensor, offset: Any = 0) -> None:
+        self.x, self.offset = x, offset
+
+    def __add__(self, more: Any) -> "Pointer":
+        return Pointer(self.x, self.offset + more)
+
+    def store(self, value: Tensor, mask: Tensor) -> None:
+        self.x.view(-1)[self.offset[mask]] = value[mask]
+
+
 def _load(x: Descriptor, at: list[int], barrier: Barrier, to: Shared) -> None:
     here, place = x.inside(at)
     assert list(to.data.shape) == x.block
@@ -90,9 +102,13 @@ def _store(x: Descriptor, at: list[int], tile: Shared) -> None:
     here.copy_(tile.data[place])
 
 
-def run_on_cpu(module: Any, kernel: Any, program: int, args: tuple[Any, ...]) -> None:
-    """One program of a kernel of the module."""
-    named, lock = threading.Barrier(2), threading.Lock()
+def run_on_cpu(
+    module: Any, kernel: Any, program: int, args: tuple[Any, ...], programs: int = 1, **instead: Any
+) -> None:
+    """One program of a kernel of the module; `instead` of functions of the module others are called."""
+    named, lock = [Barrier() for _ in range(16)], threading.Lock()
+    for barrier in named:
+        barrier.count = 2
 
     def reduce_add(x: Descriptor, at: list[int], tile: Shared) -> None:
         here, place = x.inside(at)
@@ -107,6 +123,15 @@ def run_on_cpu(module: Any, kernel: Any, program: int, args: tuple[Any, ...]) ->
     def wait(barrier: Barrier, parity: int) -> None:
         with barrier.changed:
             assert barrier.changed.wait_for(lambda: barrier.phase % 2 != parity, TIMEOUT), "deadlock"
+
+    def meet(number: Any, threads: int, *, stay: bool = True) -> None:
+        """Two warpgroups at a named barrier."""
+        assert threads == 256
+        barrier = named[number]
+        with barrier.changed:
+            before = barrier.phase
+            barrier.change(arrivals=1)
+            assert not stay or barrier.changed.wait_for(lambda: barrier.phase != before, TIMEOUT), "deadlock"
 
     def multiply(a: Any, b: Any, acc: Tensor, use_acc: bool = True, is_async: bool = False) -> Tensor:
         a, b = (x.data if isinstance(x, Shared) else x for x in (a, b))
@@ -131,7 +156,11 @@ def run_on_cpu(module: Any, kernel: Any, program: int, args: tuple[Any, ...]) ->
     names = dict(vars(module))
     names["gl"] = types.SimpleNamespace(
         constexpr=lambda x: x, float32=torch.float32, int64=torch.int64, static_range=range,
-        cdiv=lambda a, b: -(-a // b), program_id=lambda axis: program,
+        cdiv=lambda a, b: -(-a // b), program_id=lambda axis: program, num_programs=lambda axis: programs,
+        max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis), log=torch.log,
+        maximum=lambda a, b: torch.maximum(a, torch.as_tensor(b, dtype=a.dtype)),
+        minimum=lambda a, b: torch.minimum(a, torch.as_tensor(b, dtype=a.dtype)),
+        store=lambda pointer, value, mask: pointer.store(value, mask),
         zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
         arange=lambda a, b, layout: torch.arange(a, b), where=torch.where, convert_layout=lambda x, layout: x,
         allocate_shared_memory=allocate, warp_specialize=specialize,
@@ -145,13 +174,17 @@ def run_on_cpu(module: Any, kernel: Any, program: int, args: tuple[Any, ...]) ->
     names.update(
         tma=types.SimpleNamespace(store_wait=nothing), fence_async_shared=nothing, load=_load, store=_store,
         reduce_add=reduce_add, view=lambda x, dtype, shape, layout: Shared(x.data.view(shape)),
-        bar_sync=lambda number, threads: named.wait(TIMEOUT), exp2=torch.exp2, own_registers=lambda x: x,
+        bar_sync=meet, bar_arrive=lambda number, threads: meet(number, threads, stay=False), exp2=torch.exp2, own_registers=lambda x: x,
         warpgroup_mma=multiply, warpgroup_mma_wait=lambda left, deps: deps[0] if len(deps) == 1 else deps,
     )  # fmt: skip
     for name, x in vars(module).items():
         if isinstance(x, GluonJITFunction) and x.__module__ == module.__name__:
             body = vars(x)["fn"]
             names[name] = types.FunctionType(body.__code__, names, name, body.__defaults__)
-    names[kernel.__name__](*(Descriptor(x) if hasattr(x, "block_shape") else x for x in args))
+        elif isinstance(x, constexpr):
+            names[name] = x.value
+    names.update(instead)
+    kinds = (Descriptor(x) if hasattr(x, "block_shape") else Pointer(x) if isinstance(x, Tensor) else x for x in args)
+    names[kernel.__name__](*kinds)
     if failures:
         raise failures[0]

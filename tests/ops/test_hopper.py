@@ -6,11 +6,13 @@ import pytest
 import torch
 
 from flash_train.ops import choice
-from flash_train.ops.attention import Mask, Score, choose_implementation, flash_attention
+from flash_train.ops.attention import Mask, Score, choose_implementation, flash_attention, flash_attention_with_lse
 from flash_train.ops.features import UNBOUNDED, Terms
+from flash_train.ops.kernels.hopper import forward
 from flash_train.ops.kernels.hopper.forward import Numbers, _key_tiles
 from tests.ops.cases import Case, inputs
 from tests.ops.errors import check, results
+from tests.ops.gluon import run_on_cpu
 
 on_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0"
@@ -44,6 +46,38 @@ def test_the_key_tiles_of_a_block_are_those_that_it_sees_and_the_unmasked_ones_a
                 assert (tile + 1) * block_s <= S and rows[:, tile * block_s : (tile + 1) * block_s].all()
             assert mask == "window" or part == count
             assert mask != "full" or whole == 1
+
+
+@pytest.mark.parametrize(("D", "E", "programs"), [(64, 40, 3), (128, 24, 1), (24, 256, 2)])
+@pytest.mark.parametrize(
+    ("T", "S", "mask"),
+    [
+        (150, 301, Mask()),
+        (301, 150, Mask(causal=True)),  # the first rows see nothing
+        (130, 301, Mask(causal=True, alignment="top_left")),
+        (300, 290, Mask(window=(70, 3))),
+        (290, 520, Mask(window=(5, 0), causal=True)),
+        (1, 1, Mask(causal=True)),
+    ],
+    ids=str,
+)
+def test_on_the_cpu_product_by_product_the_answers_are_the_tiled_paths(T, S, mask, D, E, programs, monkeypatch):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, T, 4, D).transpose(1, 2), torch.randn(2, 2, S, D), torch.randn(2, 2, S, E)
+    expected = flash_attention_with_lse(q, k, v, mask=mask, scale=0.3, implementation="tiled")
+
+    def run_here(kernel, device, count, launch, key, *args):
+        for program in range(min(programs, count)):
+            run_on_cpu(forward, kernel, program, args, min(programs, count), _beside=lambda x, l: x[:, None],
+                       _rows_of=lambda lse, head, n: lse + head * n.T)  # fmt: skip
+
+    monkeypatch.setattr(forward, "run", run_here)
+    monkeypatch.setattr(forward, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(forward, "empty", lambda like, *shape, dtype=None: torch.full(shape, float("nan")))
+    left, right = (UNBOUNDED if x is None else x for x in mask.window or (None, None))
+    terms = Terms(0.3, left=left, right=0 if mask.causal else right, top_left=mask.alignment == "top_left")
+    for ours, theirs in zip(forward.hopper_forward(q, k, v, terms), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize(

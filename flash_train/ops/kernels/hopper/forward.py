@@ -160,6 +160,18 @@ def _row_sum(p, BLOCK_S: gl.constexpr):
 
 
 @gluon.jit
+def _beside(x, l):
+    """A number of each row, [64, 1], where `l` has its columns."""
+    return gl.convert_layout(x, gl.SliceLayout(1, l.type.layout), assert_trivial=True)[:, None]
+
+
+@gluon.jit
+def _rows_of(lse, head, n):
+    """Where the head's row 0 stands: more than 32 bits may count."""
+    return lse + head.to(gl.int64) * n.T
+
+
+@gluon.jit
 def _step(q_tile, rings, i, p, acc, m, l, rows, first_key, n, ME: gl.constexpr, BLOCK_S: gl.constexpr,
           MASK: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
           SCORES: gl.constexpr, ACC: gl.constexpr, PROBABILITIES: gl.constexpr):  # fmt: skip
@@ -179,8 +191,7 @@ def _step(q_tile, rings, i, p, acc, m, l, rows, first_key, n, ME: gl.constexpr, 
     m_new = gl.maximum(m, gl.max(s, 1) * n.scale)
     shrink = exp2(m - m_new)
     new = exp2(s * n.scale - m_new[:, None])
-    l = l * gl.convert_layout(shrink, gl.SliceLayout(1, l.type.layout), assert_trivial=True)[:, None]
-    l += _row_sum(new, BLOCK_S)
+    l = l * _beside(shrink, l) + _row_sum(new, BLOCK_S)
     acc, p = warpgroup_mma_wait(0, deps=(acc, p))
     mbarrier.arrive(rings.v_empty.index(before))
     p = gl.convert_layout(new.to(rings.v.dtype), PROBABILITIES)
@@ -244,8 +255,11 @@ def _consume(output, lse, rings, n, ME: gl.constexpr, MASK: gl.constexpr, BLOCK_
         l_row = gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, SCORES))
         empty_row = l_row == 0.0  # which saw nothing: output 0, log-sum-exp minus infinity
         l_safe = gl.where(empty_row, 1.0, l_row)
-        row = (b * n.H + h).to(gl.int64) * n.T
-        gl.store(lse + row + rows, gl.where(empty_row, float("-inf"), m * LN_2 + gl.log(l_safe)), mask=rows < n.T)
+        gl.store(
+            _rows_of(lse, b * n.H + h, n) + rows,
+            gl.where(empty_row, float("-inf"), m * LN_2 + gl.log(l_safe)),
+            mask=rows < n.T,
+        )
         acc, p = warpgroup_mma_wait(0, deps=(acc, p))
         mbarrier.arrive(rings.v_empty.index(before))
         acc = acc * gl.convert_layout(1.0 / l_safe, gl.SliceLayout(1, ACC))[:, None]
