@@ -174,7 +174,8 @@ def run_on_cpu(
     names.update(
         tma=types.SimpleNamespace(store_wait=nothing), fence_async_shared=nothing, load=_load, store=_store,
         reduce_add=reduce_add, view=lambda x, dtype, shape, layout: Shared(x.data.view(shape)),
-        bar_sync=meet, bar_arrive=lambda number, threads: meet(number, threads, stay=False), exp2=torch.exp2, own_registers=lambda x: x,
+        bar_sync=meet, bar_arrive=lambda number, threads: meet(number, threads, stay=False),
+        exp2=torch.exp2, own_registers=lambda x: x,
         warpgroup_mma=multiply, warpgroup_mma_wait=lambda left, deps: deps[0] if len(deps) == 1 else deps,
     )  # fmt: skip
     for name, x in vars(module).items():
