@@ -28,10 +28,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from flash_train.ops.features import UNBOUNDED, Terms
+from flash_train.ops.features import Terms
 from flash_train.ops.kernels.hopper.shim import bar_sync, describe, exp2, load, own_registers, reduce_add, store, view
 from flash_train.ops.kernels.hopper.tables import BACKWARD
-from flash_train.ops.kernels.launch import block_size, blocks, empty, run
+from flash_train.ops.kernels.launch import block_size, blocks, compiled_features, empty, run
 from flash_train.ops.kernels.operands import as_numbers, large, readable, vector
 from flash_train.ops.kernels.tables import Launch
 from flash_train.ops.kernels.tiles import load_tile
@@ -382,9 +382,7 @@ def hopper_backward(
     _rows(do, output, lse.contiguous(), grad_lse, start_s, start_dp, padded, terms.scale)
     dq_sum = empty(q, B, H, T, D, dtype=torch.float32).zero_()
     dq, dk, dv = empty(q, B, H, T, D), empty(k, B, G, S, D), empty(v, B, G, S, E)
-    mask = "full" if terms.right >= UNBOUNDED else "causal"
-    if terms.left < UNBOUNDED or 0 < terms.right < UNBOUNDED:
-        mask = "window"
+    mask = compiled_features(terms, 0)[0]
     run(
         hopper_backward_kernel, q.device, blocks(S, 128) * B * G, Launch(row.block_t, 128, 4, row.stages),
         ("hopper backward", q.device, q.dtype, width, mask),

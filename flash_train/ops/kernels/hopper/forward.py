@@ -22,10 +22,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flash_train.ops.features import UNBOUNDED, Terms
+from flash_train.ops.features import Terms
 from flash_train.ops.kernels.hopper.shim import bar_arrive, bar_sync, describe, exp2, load, store, view
 from flash_train.ops.kernels.hopper.tables import FORWARD, LONG, SHARED_BYTES, Forward
-from flash_train.ops.kernels.launch import block_size, blocks, empty, run
+from flash_train.ops.kernels.launch import block_size, blocks, compiled_features, empty, run
 from flash_train.ops.kernels.operands import readable
 from flash_train.ops.kernels.tables import Launch
 
@@ -347,9 +347,7 @@ def hopper_forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tenso
     d, e = (max(64, block_size(size)) for size in (D, E))
     row = FORWARD[max(d, e)]
     block_t = 64 * row.consumers
-    mask = "full" if terms.right >= UNBOUNDED else "causal"
-    if terms.left < UNBOUNDED or 0 < terms.right < UNBOUNDED:
-        mask = "window"
+    mask = compiled_features(terms, 0)[0]
     tiles = blocks(T, block_t) * B * H
     programs = tiles if T > LONG else min(tiles, multiprocessors(q.device))
     inputs = [describe(readable(x), *tile) for x, tile in ((q, (64, d)), (k, (row.block_s, d)), (v, (row.block_s, e)))]
