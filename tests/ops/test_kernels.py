@@ -10,6 +10,7 @@ from triton.runtime.errors import OutOfResources
 from flash_train.ops.attention import Score, choose_implementation, flash_attention, flash_attention_with_lse
 from flash_train.ops.features import Terms
 from flash_train.ops.kernels import launch, operands
+from flash_train.ops.kernels.launch import tile_widths
 from flash_train.ops.kernels.tiles import Constants
 from tests.ops import sweep
 from tests.ops.errors import Case, check, inputs, results
@@ -107,6 +108,19 @@ def test_rows_that_are_no_runs_of_whole_vectors_are_copied():
         copy = operands.readable(y)
         assert copy.is_contiguous() and copy.data_ptr() % 16 == 0 and copy.shape[3] % 4 == 0
         assert torch.equal(copy[..., : y.shape[3]], y) and (copy[..., y.shape[3] :] == 0).all()
+
+
+def test_the_copy_of_one_head_of_one_column_is_no_channels_last_tensor():
+    x = torch.randn(2, 9, 1, 1).transpose(1, 2)
+    assert operands.readable(x).stride() == (36, 36, 4, 1)  # the copy engine takes multiples of 16 bytes only
+
+
+def test_the_tiles_of_keys_and_values_are_swizzled_alike():  # what else ptxas may make of them: `launch.tile_widths`
+    for D in range(1, 257):
+        for E in range(1, 257):
+            d, e = tile_widths(D, E)
+            assert d >= D and e >= E and (d == e or min(d, e) >= 64)
+    assert tile_widths(64, 64) == (64, 64) and tile_widths(192, 128) == (256, 128) and tile_widths(32, 18) == (32, 32)
 
 
 @pytest.mark.parametrize("column", [1, 2**22])

@@ -34,6 +34,12 @@ def test_value_heads_may_have_another_size(sizes):
     check(inputs(Case(1, 4, 2, 333, 401, *sizes, causal=True), torch.bfloat16, "cuda"), implementation="triton")
 
 
+@pytest.mark.parametrize("sizes", [(256, 18), (175, 3), (128, 8), (64, 32), (16, 32), (18, 200)])
+def test_value_heads_may_be_much_narrower_where_loads_are_not_pipelined(sizes):  # as with a bias: `launch.tile_widths`
+    case = Case(1, 4, 2, 133, 201, *sizes, bias="HTS")
+    check(inputs(case, torch.bfloat16, "cuda"), implementation="triton")
+
+
 def test_flash_on_a_gpu_is_the_triton_kernels():
     q = torch.randn(1, 2, 3, 16, device="cuda", dtype=torch.bfloat16)
     assert choose_implementation("flash", q, q, q) == ("triton", None)

@@ -37,6 +37,18 @@ def block_size(size: int) -> int:
     return max(16, triton.next_power_of_2(size))
 
 
+def tile_widths(D: int, E: int) -> tuple[int, int]:
+    """The widths of the tiles of q and k, and of v and dO: alike, or at least 64 both, which swizzles them alike.
+
+    ptxas 12.8.93 (that of Triton 3.6 and 3.7) computes addresses from a register that nothing was written into where
+    two tiles that are swizzled differently lie, one after the other, at the same place in shared memory, as K and V do
+    in a loop that is not pipelined.
+    """
+    d, e = block_size(D), block_size(E)
+    least = min(64, max(d, e))
+    return max(d, least), max(e, least)
+
+
 def compiled_features(terms: Terms, dense: int) -> tuple[str, bool, bool, int, bool]:
     """`Constants`' MASK, MODIFIED, SOFT_CAP, DENSE and DROPOUT: the one place that decides what is compiled in.
 
@@ -64,7 +76,7 @@ class Call:
         self._device = q.device
         self._itemsize = q.element_size()
         self._sizes = D, E
-        self._widths = block_size(D), block_size(E)
+        self._widths = tile_widths(D, E)
         head_stride = _head_stride(terms, H)
         self._numbers = (
             H, G, T, S, terms.left, terms.right, 0 if terms.top_left else S - T, head_stride,

@@ -24,7 +24,11 @@ def readable(x: Tensor) -> Tensor:
     missing = -x.shape[3] % size
     if missing == 0 and d == 1 and t + d < FAR and (b | h | t) % size == 0 and x.data_ptr() % 16 == 0:
         return x
-    return torch.nn.functional.pad(x, (0, missing)) if missing else x.clone(memory_format=torch.contiguous_format)
+    if missing == 0:
+        return x.clone(memory_format=torch.contiguous_format)
+    padded = x.new_zeros(*x.shape[:3], x.shape[3] + missing)  # `pad` may answer in the channels-last format
+    padded[..., : x.shape[3]] = x
+    return padded
 
 
 FAR = 2**23
