@@ -28,6 +28,8 @@ IMPLEMENTATIONS = (
 TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 TRITON_HEAD_SIZES = range(1, 257)
 OLDEST_CAPABILITY = (8, 0)
+HOPPER = (9, 0)
+"""The compute capability that the Hopper kernels need."""
 HOPPER_RAN_ON: frozenset[str] = frozenset()
 """The versions of Triton on which the Hopper kernels' GPU tests passed: there "flash" takes them. So far there is none,
 and "hopper" asks for them."""
@@ -61,7 +63,7 @@ def choose_implementation(implementation: str, q: Tensor, k: Tensor, v: Tensor, 
         return Choice("hopper", None)
     obstacle = _triton_obstacle(q, v, asked_by_name=implementation == "triton")
     if obstacle is None:
-        if implementation == "triton" or not HOPPER_RAN_ON:
+        if implementation == "triton" or not HOPPER_RAN_ON or _nvidia_capability(q.device) != HOPPER:
             return Choice("triton", None)
         obstacle = _hopper_obstacle(q, v, terms) or _not_run_yet()
         return Choice("hopper", None) if obstacle is None else Choice("triton", obstacle)
@@ -93,7 +95,7 @@ def _triton_obstacle(q: Tensor, v: Tensor, *, asked_by_name: bool) -> str | None
 def _hopper_obstacle(q: Tensor, v: Tensor, terms: "Terms | None") -> str | None:
     """Why the Hopper kernels do not take a call that the Triton kernels take, or None if they do."""
     capability = _nvidia_capability(q.device)
-    if capability != (9, 0):
+    if capability != HOPPER:
         return (
             f"the Hopper kernels need a GPU of compute capability 9.0, and this one has {capability[0]}.{capability[1]}"
         )
@@ -116,6 +118,16 @@ def _hopper_obstacle(q: Tensor, v: Tensor, terms: "Terms | None") -> str | None:
         if asked:
             return f"the Hopper kernels do not take {name}"
     return None
+
+
+def hopper_backward_obstacle(q: Tensor, v: Tensor, terms: "Terms") -> str | None:
+    """Why the Hopper backward does not take a call that the Hopper forward takes, or None if it does."""
+    D, E = q.shape[3], v.shape[3]
+    if max(D, E) > 128:
+        return f"the Hopper backward takes head sizes of at most 128, not {max(D, E)}"
+    if D % 8 != 0:
+        return f"the Hopper backward takes head sizes that are multiples of 8, not {D}"
+    return "the Hopper backward is not deterministic" if terms.deterministic else None
 
 
 def _not_run_yet() -> str | None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor  # pyright: ignore[reportMissingModuleSource]
 from torch.utils.flop_counter import register_flop_formula
 
-from flash_train.ops.choice import choose_implementation
+from flash_train.ops.choice import choose_implementation, hopper_backward_obstacle
 from flash_train.ops.double_backward import tiled_double_backward
 from flash_train.ops.features import SCHEMA, Terms
 from flash_train.ops.tiled import tiled_attention, tiled_attention_backward
@@ -69,7 +69,15 @@ def _backward(
     if grad_output is None:  # only the log-sum-exp was used
         grad_output = torch.zeros((), dtype=output.dtype, device=output.device).expand(output.shape)
     saved = grad_output, grad_lse, q, k, v, output, lse
-    if _chosen(q, k, v, terms) != "tiled" and q.numel() and k.numel():
+    chosen = _chosen(q, k, v, terms)
+    if chosen == "hopper" and (obstacle := hopper_backward_obstacle(q, v, terms)) is not None:
+        _log_once(f"attention: the backward is the triton one: {obstacle}")
+        chosen = "triton"
+    if chosen == "hopper" and q.numel() and k.numel():
+        from flash_train.ops.kernels.hopper.backward import hopper_backward
+
+        gradients = *hopper_backward(*saved, terms), None, None  # it takes neither biases nor sinks
+    elif chosen != "tiled" and q.numel() and k.numel():
         from flash_train.ops.kernels.backward import attention_backward as launch
 
         gradients = launch(*saved, terms, needs_bias=needs_bias)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from flash_train.ops.attention import Mask, flash_attention_with_lse
+from flash_train.ops.choice import hopper_backward_obstacle
 from flash_train.ops.features import UNBOUNDED, Terms
 from flash_train.ops.kernels.hopper import backward
 from flash_train.ops.kernels.hopper.backward import Numbers, _query_tiles, hopper_backward, hopper_backward_kernel
@@ -34,6 +35,22 @@ def test_the_query_tiles_of_a_block_are_those_that_see_it_and_the_unmasked_ones_
             assert mask == "window" or full_end == end
 
 
+@pytest.mark.parametrize(
+    ("D", "E", "change", "reason"),
+    [
+        (128, 64, {}, None),
+        (192, 128, {}, "head sizes of at most 128, not 192"),
+        (64, 136, {}, "head sizes of at most 128, not 136"),
+        (60, 64, {}, "multiples of 8, not 60"),
+        (64, 64, dict(deterministic=True), "not deterministic"),
+    ],
+)
+def test_what_the_backward_does_not_take_it_says(D, E, change, reason):
+    q, v = (torch.empty(1, 2, 3, size, device="meta") for size in (D, E))
+    obstacle = hopper_backward_obstacle(q, v, Terms(1.0, **change))
+    assert obstacle is None if reason is None else obstacle is not None and reason in obstacle
+
+
 def check_on_the_cpu(q, k, v, mask, scale, monkeypatch):
     """`hopper_backward` with its kernel run by `run_on_cpu`, against the tiled path; uninitialised memory is NaN."""
     (B, H, T, _), E = q.shape, v.shape[3]
@@ -55,8 +72,8 @@ def check_on_the_cpu(q, k, v, mask, scale, monkeypatch):
     monkeypatch.setattr(backward, "empty", with_nan)
     left, right = (UNBOUNDED if x is None else x for x in mask.window or (None, None))
     terms = Terms(scale, left=left, right=0 if mask.causal else right, top_left=mask.alignment == "top_left")
-    inputs = [x.detach() for x in (q, k, v, do)]
-    for ours, theirs in zip(hopper_backward(inputs, output.detach(), lse.detach(), dl, terms), expected, strict=True):
+    saved = [x.detach() for x in (do, dl, q, k, v, output, lse)]
+    for ours, theirs in zip(hopper_backward(*saved, terms), expected, strict=True):
         assert ours.is_contiguous()
         torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=2e-4)
 

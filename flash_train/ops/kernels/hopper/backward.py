@@ -360,19 +360,21 @@ def _describe_row(x: Tensor, block: int) -> TensorDescriptor:
 
 
 def hopper_backward(
-    inputs: list[Tensor], output: Tensor, lse: Tensor, grad_lse: Tensor | None, terms: Terms
+    grad_output: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    terms: Terms,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dQ, dK, dV), contiguous [B, H, T, D], [B, G, S, D] and [B, G, S, E] in the inputs' dtype (fp16 or bf16).
 
-    D and E are multiples of 8, of 128 at most, and the scale is positive. dQ is not the same to the bit on every run.
-
-    Args:
-        inputs: q, k, v and dO, `operands.readable`.
-        output: [B, H, T, E]
-        lse: [B, H, T] fp32; minus infinity where a row saw nothing: it contributes 0.
-        grad_lse: the gradient of `lse`, of any strides.
+    What it takes: `choice.hopper_backward_obstacle`. dQ is not the same to the bit on every run. `output` [B, H, T, E]
+    and `lse` [B, H, T] are the forward's.
     """
-    q, k, v, do = inputs
+    q, k, v, do = (readable(x) for x in (q, k, v, grad_output.to(q.dtype)))
     (B, H, T, D), (G, S, E) = q.shape, v.shape[1:]
     width = max(64, block_size(max(D, E)))
     row = BACKWARD[width]

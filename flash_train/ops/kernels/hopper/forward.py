@@ -121,36 +121,51 @@ def _hide(s, rows, first_key, n, BLOCK_S: gl.constexpr, MASK: gl.constexpr, SCOR
 
 
 @gluon.jit
-def _produce(q, k, v, rings, n, MASK: gl.constexpr, BLOCK_S: gl.constexpr, D: gl.constexpr, E: gl.constexpr,
-             CONSUMERS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """The warp that fetches: queries of a tile, then its keys and values from last to first."""
+def _fetch(x, tiles, full, empty, number, b, g, first, ROWS: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr):
+    """Rows from `first` on into tile `number` of a ring, as soon as that is empty."""
+    stage = number % STAGES
+    mbarrier.wait(empty.index(stage), ((number // STAGES) & 1) ^ 1)
+    mbarrier.expect(full.index(stage), x.block_type.nbytes)
+    load(x, [b, g, first, 0], full.index(stage), view(tiles.index(stage), x.dtype, [1, 1, ROWS, WIDTH], x.layout))
+
+
+@gluon.jit
+def _produce_tile(q, k, v, rings, tile, done, turn, n, MASK: gl.constexpr, BLOCK_S: gl.constexpr, D: gl.constexpr,
+                  E: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """Queries of a tile, then its keys and values from last to first. Keys are needed, and freed, one step earlier than
+    values, and are fetched one step earlier. Returns how many tiles of keys the rings have seen."""
     BLOCK_T: gl.constexpr = CONSUMERS * 64
-    blocks = gl.cdiv(n.T, BLOCK_T)
-    done = 0  # key tiles
-    turn = 0
-    for tile in range(gl.program_id(0), blocks * n.heads, gl.num_programs(0)):
-        block, b, h = _locate(tile, blocks, n, MASK)
-        end, _, _, count = _key_tiles(block, n, BLOCK_T, BLOCK_S, MASK)
-        g = h // n.group
-        for i in gl.static_range(CONSUMERS):
-            mbarrier.wait(rings.q_empty.index(i), (turn & 1) ^ 1)
-            mbarrier.expect(rings.q_full.index(i), q.block_type.nbytes)
-            load(q, [b, h, block * BLOCK_T + i * 64, 0], rings.q_full.index(i),
-                 view(rings.q.index(i), q.dtype, [1, 1, 64, D], q.layout))  # fmt: skip
-        for i in range(0, count):
-            stage = (done + i) % STAGES
-            phase = (((done + i) // STAGES) & 1) ^ 1
-            first = (end - 1 - i) * BLOCK_S
-            mbarrier.wait(rings.k_empty.index(stage), phase)
-            mbarrier.expect(rings.k_full.index(stage), k.block_type.nbytes)
-            load(k, [b, g, first, 0], rings.k_full.index(stage),
-                 view(rings.k.index(stage), k.dtype, [1, 1, BLOCK_S, D], k.layout))  # fmt: skip
-            mbarrier.wait(rings.v_empty.index(stage), phase)
-            mbarrier.expect(rings.v_full.index(stage), v.block_type.nbytes)
-            load(v, [b, g, first, 0], rings.v_full.index(stage),
-                 view(rings.v.index(stage), v.dtype, [1, 1, BLOCK_S, E], v.layout))  # fmt: skip
-        done += count
-        turn += 1
+    block, b, h = _locate(tile, gl.cdiv(n.T, BLOCK_T), n, MASK)
+    end, _, _, count = _key_tiles(block, n, BLOCK_T, BLOCK_S, MASK)
+    g = h // n.group
+    for i in gl.static_range(CONSUMERS):
+        mbarrier.wait(rings.q_empty.index(i), (turn & 1) ^ 1)
+        mbarrier.expect(rings.q_full.index(i), q.block_type.nbytes)
+        load(q, [b, h, block * BLOCK_T + i * 64, 0], rings.q_full.index(i),
+             view(rings.q.index(i), q.dtype, [1, 1, 64, D], q.layout))  # fmt: skip
+    _fetch(k, rings.k, rings.k_full, rings.k_empty, done, b, g, (end - 1) * BLOCK_S, BLOCK_S, D, STAGES)
+    for i in range(1, count):
+        first = (end - 1 - i) * BLOCK_S
+        _fetch(k, rings.k, rings.k_full, rings.k_empty, done + i, b, g, first, BLOCK_S, D, STAGES)
+        _fetch(v, rings.v, rings.v_full, rings.v_empty, done + i - 1, b, g, first + BLOCK_S, BLOCK_S, E, STAGES)
+    _fetch(v, rings.v, rings.v_full, rings.v_empty, done + count - 1, b, g, (end - count) * BLOCK_S, BLOCK_S, E,
+           STAGES)  # fmt: skip
+    return done + count
+
+
+@gluon.jit
+def _produce(q, k, v, rings, n, MASK: gl.constexpr, BLOCK_S: gl.constexpr, D: gl.constexpr, E: gl.constexpr,
+             CONSUMERS: gl.constexpr, STAGES: gl.constexpr, PERSISTENT: gl.constexpr):  # fmt: skip
+    """The warp that fetches."""
+    if PERSISTENT:
+        tiles = gl.cdiv(n.T, CONSUMERS * 64) * n.heads
+        done = 0
+        turn = 0
+        for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+            done = _produce_tile(q, k, v, rings, tile, done, turn, n, MASK, BLOCK_S, D, E, CONSUMERS, STAGES)
+            turn += 1
+    else:
+        _produce_tile(q, k, v, rings, gl.program_id(0), 0, 0, n, MASK, BLOCK_S, D, E, CONSUMERS, STAGES)
 
 
 @gluon.jit
@@ -200,76 +215,91 @@ def _step(q_tile, rings, i, p, acc, m, l, rows, first_key, n, ME: gl.constexpr, 
 
 
 @gluon.jit
-def _consume(output, lse, rings, n, ME: gl.constexpr, MASK: gl.constexpr, BLOCK_S: gl.constexpr, E: gl.constexpr,
-             CONSUMERS: gl.constexpr, STAGES: gl.constexpr, OWN_OUTPUT: gl.constexpr):  # fmt: skip
-    """A warpgroup that computes: 64 queries of every tile, those from 64 ME on."""
+def _consume_tile(output, lse, rings, tile, done, turn, n, ME: gl.constexpr, MASK: gl.constexpr, BLOCK_S: gl.constexpr,
+                  E: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, PERSISTENT: gl.constexpr,
+                  OWN_OUTPUT: gl.constexpr):  # fmt: skip
+    """64 queries of a tile, those from 64 ME on. Returns how many tiles of keys the rings have seen."""
     BLOCK_T: gl.constexpr = CONSUMERS * 64
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1],
                                                      instr_shape=[16, BLOCK_S, 16])  # fmt: skip
     ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, E, 16])
     PROBABILITIES: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=2)
     q_tile, out_tile = rings.q.index(ME), rings.output.index(ME)
-    if ME == CONSUMERS - 1:
-        bar_arrive(TURNS, 256)
-    blocks = gl.cdiv(n.T, BLOCK_T)
-    done = 0
-    turn = 0
-    for tile in range(gl.program_id(0), blocks * n.heads, gl.num_programs(0)):
-        block, b, h = _locate(tile, blocks, n, MASK)
-        end, whole, part, count = _key_tiles(block, n, BLOCK_T, BLOCK_S, MASK)
-        first = block * BLOCK_T + ME * 64
-        rows = first + gl.arange(0, 64, gl.SliceLayout(1, SCORES))
-        stage = done % STAGES
-        mbarrier.wait(rings.q_full.index(ME), turn & 1)
-        mbarrier.wait(rings.k_full.index(stage), (done // STAGES) & 1)
-        bar_sync(TURNS + ME, 256)
-        s = warpgroup_mma(q_tile, rings.k.index(stage).permute((1, 0)), gl.zeros([64, BLOCK_S], gl.float32, SCORES),
-                          use_acc=False, is_async=True)  # fmt: skip
-        bar_arrive(TURNS + (ME + 1) % CONSUMERS, 256)
-        s = warpgroup_mma_wait(0, deps=(s,))
-        mbarrier.arrive(rings.k_empty.index(stage))
-        s = _hide(s, rows, (end - 1) * BLOCK_S, n, BLOCK_S, MASK, SCORES)
-        m = gl.maximum(gl.max(s, 1) * n.scale, LOWEST)
-        new = exp2(s * n.scale - m[:, None])
-        l = _row_sum(new, BLOCK_S)
-        p = gl.convert_layout(new.to(rings.v.dtype), PROBABILITIES)
-        acc = gl.zeros([64, E], gl.float32, ACC)
-        for i in range(1, whole):
+    block, b, h = _locate(tile, gl.cdiv(n.T, BLOCK_T), n, MASK)
+    end, whole, part, count = _key_tiles(block, n, BLOCK_T, BLOCK_S, MASK)
+    first = block * BLOCK_T + ME * 64
+    rows = first + gl.arange(0, 64, gl.SliceLayout(1, SCORES))
+    stage = done % STAGES
+    mbarrier.wait(rings.q_full.index(ME), turn & 1)
+    mbarrier.wait(rings.k_full.index(stage), (done // STAGES) & 1)
+    bar_sync(TURNS + ME, 256)
+    s = warpgroup_mma(q_tile, rings.k.index(stage).permute((1, 0)), gl.zeros([64, BLOCK_S], gl.float32, SCORES),
+                      use_acc=False, is_async=True)  # fmt: skip
+    bar_arrive(TURNS + (ME + 1) % CONSUMERS, 256)
+    s = warpgroup_mma_wait(0, deps=(s,))
+    mbarrier.arrive(rings.k_empty.index(stage))
+    s = _hide(s, rows, (end - 1) * BLOCK_S, n, BLOCK_S, MASK, SCORES)
+    m = gl.maximum(gl.max(s, 1) * n.scale, LOWEST)
+    new = exp2(s * n.scale - m[:, None])
+    l = _row_sum(new, BLOCK_S)
+    p = gl.convert_layout(new.to(rings.v.dtype), PROBABILITIES)
+    acc = gl.zeros([64, E], gl.float32, ACC)
+    for i in range(1, whole):
+        p, acc, m, l = _step(q_tile, rings, done + i, p, acc, m, l, rows, (end - 1 - i) * BLOCK_S, n, ME, BLOCK_S,
+                             MASK, CONSUMERS, STAGES, SCORES, ACC, PROBABILITIES)  # fmt: skip
+    for i in range(whole, part):
+        p, acc, m, l = _step(q_tile, rings, done + i, p, acc, m, l, rows, 0, n, ME, BLOCK_S, "none", CONSUMERS,
+                             STAGES, SCORES, ACC, PROBABILITIES)  # fmt: skip
+    if MASK == "window":
+        for i in range(part, count):
             p, acc, m, l = _step(q_tile, rings, done + i, p, acc, m, l, rows, (end - 1 - i) * BLOCK_S, n, ME, BLOCK_S,
                                  MASK, CONSUMERS, STAGES, SCORES, ACC, PROBABILITIES)  # fmt: skip
-        for i in range(whole, part):
-            p, acc, m, l = _step(q_tile, rings, done + i, p, acc, m, l, rows, 0, n, ME, BLOCK_S, "none", CONSUMERS,
-                                 STAGES, SCORES, ACC, PROBABILITIES)  # fmt: skip
-        if MASK == "window":
-            for i in range(part, count):
-                p, acc, m, l = _step(q_tile, rings, done + i, p, acc, m, l, rows, (end - 1 - i) * BLOCK_S, n, ME,
-                                     BLOCK_S, MASK, CONSUMERS, STAGES, SCORES, ACC,
-                                     PROBABILITIES)  # fmt: skip
-        done += count
-        turn += 1
-        if OWN_OUTPUT:
-            mbarrier.arrive(rings.q_empty.index(ME))
-        before = (done - 1) % STAGES
-        mbarrier.wait(rings.v_full.index(before), ((done - 1) // STAGES) & 1)
-        acc = warpgroup_mma(p, rings.v.index(before), acc, is_async=True)
-        l_row = gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, SCORES))
-        empty_row = l_row == 0.0  # which saw nothing: output 0, log-sum-exp minus infinity
-        l_safe = gl.where(empty_row, 1.0, l_row)
-        gl.store(
-            _rows_of(lse, b * n.H + h, n) + rows,
-            gl.where(empty_row, float("-inf"), m * LN_2 + gl.log(l_safe)),
-            mask=rows < n.T,
-        )
-        acc, p = warpgroup_mma_wait(0, deps=(acc, p))
+    done += count
+    if PERSISTENT and OWN_OUTPUT:
+        mbarrier.arrive(rings.q_empty.index(ME))
+    before = (done - 1) % STAGES
+    mbarrier.wait(rings.v_full.index(before), ((done - 1) // STAGES) & 1)
+    acc = warpgroup_mma(p, rings.v.index(before), acc, is_async=True)
+    l_row = gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, SCORES))
+    empty_row = l_row == 0.0  # which saw nothing: output 0, log-sum-exp minus infinity
+    l_safe = gl.where(empty_row, 1.0, l_row)
+    gl.store(
+        _rows_of(lse, b * n.H + h, n) + rows,
+        gl.where(empty_row, float("-inf"), m * LN_2 + gl.log(l_safe)),
+        mask=rows < n.T,
+    )
+    acc, p = warpgroup_mma_wait(0, deps=(acc, p))
+    if PERSISTENT:
         mbarrier.arrive(rings.v_empty.index(before))
-        acc = acc * gl.convert_layout(1.0 / l_safe, gl.SliceLayout(1, ACC))[:, None]
         tma.store_wait(0)
-        out_tile.store(acc.to(output.dtype))
-        fence_async_shared()
-        store(output, [b, h, first, 0], view(out_tile, output.dtype, [1, 1, 64, E], output.layout))
-        if not OWN_OUTPUT:
-            tma.store_wait(0)
-            mbarrier.arrive(rings.q_empty.index(ME))
+    acc = acc * gl.convert_layout(1.0 / l_safe, gl.SliceLayout(1, ACC))[:, None]
+    out_tile.store(acc.to(output.dtype))
+    fence_async_shared()
+    store(output, [b, h, first, 0], view(out_tile, output.dtype, [1, 1, 64, E], output.layout))
+    if PERSISTENT and not OWN_OUTPUT:
+        tma.store_wait(0)
+        mbarrier.arrive(rings.q_empty.index(ME))
+    return done
+
+
+@gluon.jit
+def _consume(output, lse, rings, n, ME: gl.constexpr, MASK: gl.constexpr, BLOCK_S: gl.constexpr, E: gl.constexpr,
+             CONSUMERS: gl.constexpr, STAGES: gl.constexpr, PERSISTENT: gl.constexpr,
+             OWN_OUTPUT: gl.constexpr):  # fmt: skip
+    """A warpgroup that computes."""
+    if ME == CONSUMERS - 1:
+        bar_arrive(TURNS, 256)
+    if PERSISTENT:
+        tiles = gl.cdiv(n.T, CONSUMERS * 64) * n.heads
+        done = 0
+        turn = 0
+        for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+            done = _consume_tile(output, lse, rings, tile, done, turn, n, ME, MASK, BLOCK_S, E, CONSUMERS, STAGES,
+                                 PERSISTENT, OWN_OUTPUT)  # fmt: skip
+            turn += 1
+    else:
+        _consume_tile(output, lse, rings, gl.program_id(0), 0, 0, n, ME, MASK, BLOCK_S, E, CONSUMERS, STAGES,
+                      PERSISTENT, OWN_OUTPUT)  # fmt: skip
     if ME == 0:
         bar_sync(TURNS, 256)
     tma.store_wait(0)
@@ -278,9 +308,10 @@ def _consume(output, lse, rings, n, ME: gl.constexpr, MASK: gl.constexpr, BLOCK_
 @gluon.jit(do_not_specialize=["heads", "H", "group", "T", "S", "left", "right", "shift"])
 def hopper_forward_kernel(q, k, v, output, lse, heads, H, group, T, S, left, right, shift, scale, MASK: gl.constexpr,
                           BLOCK_S: gl.constexpr, D: gl.constexpr, E: gl.constexpr, CONSUMERS: gl.constexpr,
-                          STAGES: gl.constexpr, OWN_OUTPUT: gl.constexpr, REGISTERS: gl.constexpr,
-                          FEW_REGISTERS: gl.constexpr):  # fmt: skip
-    """Programs walk over tiles of CONSUMERS x 64 queries, each on its own if there are as many programs as tiles."""
+                          STAGES: gl.constexpr, PERSISTENT: gl.constexpr, OWN_OUTPUT: gl.constexpr,
+                          REGISTERS: gl.constexpr, FEW_REGISTERS: gl.constexpr):  # fmt: skip
+    """A program has a tile of CONSUMERS x 64 queries or, PERSISTENT, walks over several. (With the code of that walk
+    around it a single tile takes longer.)"""
     SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     q_tiles = gl.allocate_shared_memory(q.dtype, [CONSUMERS, 64, D], SHARED)
@@ -312,23 +343,29 @@ def hopper_forward_kernel(q, k, v, output, lse, heads, H, group, T, S, left, rig
     # each list of arguments in its place: a name would turn the constants into tensors
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (_consume, (output, lse, rings, n, gl.constexpr(0), MASK, BLOCK_S, E, CONSUMERS, STAGES, OWN_OUTPUT)),
-            (_consume, (output, lse, rings, n, gl.constexpr(1), MASK, BLOCK_S, E, CONSUMERS, STAGES, OWN_OUTPUT)),
-            (_produce, (q, k, v, rings, n, MASK, BLOCK_S, D, E, CONSUMERS, STAGES)),
+            (_consume, (output, lse, rings, n, gl.constexpr(0), MASK, BLOCK_S, E, CONSUMERS, STAGES, PERSISTENT,
+                        OWN_OUTPUT)),
+            (_consume, (output, lse, rings, n, gl.constexpr(1), MASK, BLOCK_S, E, CONSUMERS, STAGES, PERSISTENT,
+                        OWN_OUTPUT)),
+            (_produce, (q, k, v, rings, n, MASK, BLOCK_S, D, E, CONSUMERS, STAGES, PERSISTENT)),
         ], [4, 1], [REGISTERS, FEW_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consume, (output, lse, rings, n, gl.constexpr(0), MASK, BLOCK_S, E, CONSUMERS, STAGES, OWN_OUTPUT)),
-            (_consume, (output, lse, rings, n, gl.constexpr(1), MASK, BLOCK_S, E, CONSUMERS, STAGES, OWN_OUTPUT)),
-            (_consume, (output, lse, rings, n, gl.constexpr(2), MASK, BLOCK_S, E, CONSUMERS, STAGES, OWN_OUTPUT)),
-            (_produce, (q, k, v, rings, n, MASK, BLOCK_S, D, E, CONSUMERS, STAGES)),
+            (_consume, (output, lse, rings, n, gl.constexpr(0), MASK, BLOCK_S, E, CONSUMERS, STAGES, PERSISTENT,
+                        OWN_OUTPUT)),
+            (_consume, (output, lse, rings, n, gl.constexpr(1), MASK, BLOCK_S, E, CONSUMERS, STAGES, PERSISTENT,
+                        OWN_OUTPUT)),
+            (_consume, (output, lse, rings, n, gl.constexpr(2), MASK, BLOCK_S, E, CONSUMERS, STAGES, PERSISTENT,
+                        OWN_OUTPUT)),
+            (_produce, (q, k, v, rings, n, MASK, BLOCK_S, D, E, CONSUMERS, STAGES, PERSISTENT)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, FEW_REGISTERS])  # fmt: skip
 
 
-def owns_output(row: Forward, d: int, e: int) -> bool:
-    """Whether there is room for output tiles beside the others; else they take the place of the queries."""
+def owns_output(row: Forward, d: int, e: int, persistent: bool) -> bool:
+    """Whether the output has tiles beside the others: the next queries can then arrive early. Else it takes the place
+    of its queries, if that has the same shape."""
     tiles = 64 * row.consumers * (d + e) + row.stages * row.block_s * (d + e)
-    return 2 * tiles + 1024 <= SHARED_BYTES
+    return d != e or (persistent and 2 * tiles + 1024 <= SHARED_BYTES)
 
 
 @functools.cache
@@ -350,12 +387,13 @@ def hopper_forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tenso
     mask = compiled_features(terms, 0)[0]
     tiles = blocks(T, block_t) * B * H
     programs = tiles if T > LONG else min(tiles, multiprocessors(q.device))
+    persistent = programs < tiles
     inputs = [describe(readable(x), *tile) for x, tile in ((q, (64, d)), (k, (row.block_s, d)), (v, (row.block_s, e)))]
     run(
         hopper_forward_kernel, q.device, programs, Launch(block_t, row.block_s, 4, row.stages),
-        ("hopper forward", q.device, q.dtype, D, E, mask),
+        ("hopper forward", q.device, q.dtype, D, E, mask, persistent),
         *inputs, describe(output, 64, e), lse, B * H, H, H // G, T, S, terms.left, terms.right,
         0 if terms.top_left else S - T, terms.scale * LOG2_E, mask, row.block_s, d, e, row.consumers, row.stages,
-        owns_output(row, d, e), row.registers, row.few_registers,
+        persistent, owns_output(row, d, e, persistent), row.registers, row.few_registers,
     )  # fmt: skip
     return output, lse
