@@ -52,12 +52,14 @@ def scaled_dot_product_attention(
     outer = _broadcast([x.shape[: -3 if enable_gqa else -2] for x in (query, key, value)])
     if enable_gqa:
         outer = (*outer, query.shape[-3])
-    *batch, heads = outer or (1,)
-    mask, bias = _mask_and_bias(attn_mask, is_causal, (*batch, heads, query.shape[-2], key.shape[-2]))
-    own_heads = (x.shape[-3] if enable_gqa else heads for x in (query, key, value))
+    has_heads = enable_gqa or (len(outer) > 1 and outer[-1] > 0)  # else they are a batch of single heads
+    batch = outer[:-1] if has_heads else outer
+    mask, bias = _mask_and_bias(attn_mask, is_causal, (*outer, query.shape[-2], key.shape[-2]), batch)
+    q, k, v = (x if has_heads else x.unsqueeze(-3) for x in (query, key, value))
+    own_heads = (x.shape[-3] if enable_gqa or not has_heads else outer[-1] for x in (q, k, v))
     q, k, v = (
         x.expand(*batch, n, *x.shape[-2:]).reshape(math.prod(batch), n, *x.shape[-2:])
-        for x, n in zip((query, key, value), own_heads, strict=True)
+        for x, n in zip((q, k, v), own_heads, strict=True)
     )
     output = flash_attention(q, k, v, mask=mask, score=Score(bias=bias), scale=scale, dropout=dropout_p)
     return output.reshape(*outer, *output.shape[-2:])
@@ -119,9 +121,9 @@ def _broadcast(shapes: list[torch.Size]) -> tuple[int, ...]:
 
 
 def _mask_and_bias(
-    attn_mask: Tensor | None, is_causal: bool, whole: tuple[int, ...]
+    attn_mask: Tensor | None, is_causal: bool, whole: tuple[int, ...], batch: tuple[int, ...]
 ) -> tuple[Mask | None, Tensor | None]:
-    """What `flash_attention` takes for these, its batch being all that stands before H in `whole`, [..., H, T, S]."""
+    """What `flash_attention` takes for these; `whole` is [..., T, S], and `batch` what stands before its heads."""
     if attn_mask is None:
         return (Mask(causal=True, alignment="top_left") if is_causal else None), None
     if isinstance(attn_mask, CausalBias):
@@ -140,6 +142,7 @@ def _mask_and_bias(
             "put the missing dimensions in with unsqueeze"
         )
     full = attn_mask[(None,) * (len(whole) - attn_mask.dim())]
-    batch = whole[:-3] if any(n != 1 for n in full.shape[:-3]) else (1,) * len(whole[:-3])
+    full = full.unsqueeze(-3) if len(batch) == len(whole) - 2 else full
+    batch = batch if any(n != 1 for n in full.shape[:-3]) else (1,) * len(batch)
     full = full.expand(*batch, -1, -1, -1).reshape(math.prod(batch), *full.shape[-3:])
     return (Mask(allowed=full), None) if full.dtype == torch.bool else (None, full)

@@ -86,6 +86,18 @@ def test_torchs_causal_biases_are_taken_by_their_meaning(T: int, S: int) -> None
         torch.testing.assert_close(scaled_dot_product_attention(q, k, v, causal_lower_right(T, S)), expected)
 
 
+@pytest.mark.parametrize("before", [(0,), (2, 0), (0, 6), (2, 0, 6), (2, 3, 0)])
+@pytest.mark.parametrize("masked", [False, True])
+def test_an_empty_batch_dimension_is_an_empty_result_wherever_it_stands(before: tuple[int, ...], masked: bool) -> None:
+    mask = torch.ones(*before, 7, 9, dtype=torch.bool) if masked else None
+    agrees(randn(*before, 7, D), randn(*before, 9, D), randn(*before, 9, E), mask)
+
+
+def test_without_heads_the_output_is_contiguous_as_torchs_is() -> None:
+    output = scaled_dot_product_attention(randn(4, 7, D), randn(4, 9, D), randn(4, 9, E), randn(4, 7, 1))
+    assert output.view(4 * 7, E).shape == (4 * 7, E)
+
+
 def test_dropout_strikes_the_asked_share_and_keeps_the_mean() -> None:
     q, k, v = torch.zeros(2, 3, 40, D), torch.zeros(2, 3, 50, D), torch.eye(50).expand(2, 3, 50, 50)
     probabilities = scaled_dot_product_attention(q, k, v, dropout_p=0.25)
@@ -103,6 +115,10 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({"attn_mask": some.int()}, r"attn_mask must be boolean or floating, got torch.int32; cast it with .bool\(\)"),
     ({"attn_mask": some[:3]}, r"attn_mask must broadcast to .* = \[2, 6, 7, 9\], got \[3, 9\]; put the missing"),
     ({"attn_mask": some[None, None, None]}, r"attn_mask must broadcast to .* got \[1, 1, 1, 7, 9\]"),
+    (
+        {"query": q[0], "key": k[0], "value": v[0], "attn_mask": some.expand(2, 7, 9)},
+        r"attn_mask must broadcast to .* = \[6, 7, 9\], got \[2, 7, 9\]; put",
+    ),
     ({"attn_mask": causal_upper_left(7, 8)}, r"attn_mask must be made for T, S = \(7, 9\), got \(7, 8\)"),
     (
         {"key": k[:, :3]},
