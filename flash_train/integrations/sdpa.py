@@ -53,10 +53,10 @@ def scaled_dot_product_attention(
     if enable_gqa:
         outer = (*outer, query.shape[-3])
     has_heads = enable_gqa or (len(outer) > 1 and outer[-1] > 0)  # else they are a batch of single heads
-    batch = outer[:-1] if has_heads else outer
-    mask, bias = _mask_and_bias(attn_mask, is_causal, (*outer, query.shape[-2], key.shape[-2]), batch)
+    *batch, heads = outer if has_heads else (*outer, 1)
+    mask, bias = _mask_and_bias(attn_mask, is_causal, (*outer, query.shape[-2], key.shape[-2]), tuple(batch))
     q, k, v = (x if has_heads else x.unsqueeze(-3) for x in (query, key, value))
-    own_heads = (x.shape[-3] if enable_gqa or not has_heads else outer[-1] for x in (q, k, v))
+    own_heads = (x.shape[-3] if enable_gqa else heads for x in (q, k, v))
     q, k, v = (
         x.expand(*batch, n, *x.shape[-2:]).reshape(math.prod(batch), n, *x.shape[-2:])
         for x, n in zip((q, k, v), own_heads, strict=True)
