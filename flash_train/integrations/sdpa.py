@@ -52,7 +52,7 @@ def scaled_dot_product_attention(
     outer = _broadcast([x.shape[: -3 if enable_gqa else -2] for x in (query, key, value)])
     if enable_gqa:
         outer = (*outer, query.shape[-3])
-    has_heads = enable_gqa or (len(outer) > 1 and outer[-1] > 0)  # else they are a batch of single heads
+    has_heads = enable_gqa or (outer[1:] != () and outer[-1] > 0)  # else they are a batch of single heads
     *batch, heads = outer if has_heads else (*outer, 1)
     mask, bias = _mask_and_bias(attn_mask, is_causal, (*outer, query.shape[-2], key.shape[-2]), tuple(batch))
     q, k, v = (x if has_heads else x.unsqueeze(-3) for x in (query, key, value))
