@@ -26,9 +26,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel, masking_utils
-from transformers.utils.import_utils import is_tracing
-from transformers.utils.versions import require_version
+
+try:
+    from transformers import (
+        AttentionInterface,
+        AttentionMaskInterface,
+        PreTrainedConfig,
+        PreTrainedModel,
+        masking_utils,
+    )
+    from transformers.utils.import_utils import is_tracing
+    from transformers.utils.versions import require_version
+except ImportError as error:
+    raise ImportError(
+        f"flash_train.integrations.transformers needs transformers>=5.24, got: {error}; "
+        "pip install 'flash_train[transformers]'"
+    ) from error
 
 from flash_train.integrations.transformers_masks import MAKERS, attention_mask_for, noted
 from flash_train.ops.attention import flash_attention
@@ -55,7 +68,7 @@ def register() -> None:
     ValueError when it is built.
 
     Raises:
-        ImportError: an older transformers.
+        ImportError: an older transformers. One that is missing or much older is refused when this module is imported.
     """
     require_version("transformers>=5.24", "pip install 'flash_train[transformers]'")
     AttentionInterface.register(NAME, _attention)

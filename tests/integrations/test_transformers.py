@@ -2,7 +2,10 @@
 
 import copy
 import importlib.metadata
+import runpy
+import sys
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -156,6 +159,17 @@ def test_an_older_transformers_is_refused_by_its_version(monkeypatch: pytest.Mon
         ImportError, match=r"transformers>=5.24 is required .* found transformers==5.23.1.*\n.*pip install"
     ):
         register.__wrapped__()
+
+
+@pytest.mark.parametrize("found", [None, ModuleType("transformers")], ids=["missing", "without a registry"])
+def test_a_transformers_that_cannot_be_imported_is_refused_with_a_way_out(
+    found: ModuleType | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", found)
+    with pytest.raises(
+        ImportError, match=r"needs transformers>=5.24, got: .*transformers.*; pip install 'flash_train\[transformers\]'"
+    ):
+        runpy.run_path(str(drop_in.__file__))
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
