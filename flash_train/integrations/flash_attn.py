@@ -80,7 +80,7 @@ def flash_attn_func(
     )
     if len(out) != B:
         out, lse = out.view(B, H, *out.shape[2:]), lse.view(B, H, T)
-    out = out.transpose(1, 2)
+    out = out.transpose(1, 2).contiguous()  # it is, unless rows became heads
     return (out, lse, None) if return_attn_probs else out
 
 

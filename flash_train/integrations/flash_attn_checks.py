@@ -70,7 +70,7 @@ def mask_of(causal: bool, window_size: tuple[int, int]) -> Mask:
         if number < -1:
             raise ValueError(f"window_size must hold numbers of keys, got {window_size}; -1 is unbounded")
         sides.append(None if number == -1 or number >= UNBOUNDED else number)
-    return Mask(causal=bool(causal), window=(sides[0], sides[1]))
+    return Mask(causal=causal, window=(sides[0], sides[1]))
 
 
 def score_of(softcap: float, alibi_slopes: Tensor | None) -> Score:

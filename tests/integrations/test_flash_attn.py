@@ -129,6 +129,13 @@ def test_each_sequence_of_a_varlen_call_is_attended_alone() -> None:
     )
 
 
+@pytest.mark.parametrize("slopes", [(), (H,), (B, H)])
+def test_results_are_contiguous_as_they_are_there(slopes: tuple[int, ...]) -> None:
+    q, k, v = randn(B, T, H, D), randn(B, S, G, D), randn(B, S, G, E)
+    out, lse, _ = flash_attn_func(q, k, v, alibi_slopes=torch.rand(slopes) if slopes else None, return_attn_probs=True)
+    assert out.view(B * T, H * E).shape == (B * T, H * E) and lse.is_contiguous()
+
+
 def test_dropout_and_determinism_reach_the_operator() -> None:
     q, k, v = randn(B, T, H, D), randn(B, S, G, D), randn(B, S, G, E)
     torch.manual_seed(5)
@@ -188,6 +195,8 @@ def refused_packed(message: str, *tensors: Any, error: type[Exception] = ValueEr
         refused("alibi_slopes must be a torch.Tensor, got list", alibi_slopes=[1.0] * H, error=TypeError),
         refused(r"must be \[H\] = \[6\] or \[B, H\] = \[3, 6\], got \[6, 3\]", alibi_slopes=torch.rand(H, B)),
         refused(r"dropout_p must be in \[0, 1\), got -0.1", dropout_p=-0.1),
+        refused("causal must be True or False, got str no; make one with bool", causal="no", error=TypeError),
+        refused_packed("causal must be True or False, got NoneType", causal=None, error=TypeError),
         refused("dropout_p must be a number, got str 0", dropout_p="0", error=TypeError),
         refused(r"softmax_scale must be positive and at most 1e\+38, got -1.0; scale q instead", softmax_scale=-1.0),
         refused("softmax_scale must be a number, got Tensor", softmax_scale=torch.ones(()), error=TypeError),
