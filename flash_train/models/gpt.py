@@ -16,6 +16,7 @@ from flash_train.modules.checks import check_choice, check_dropout, check_positi
 from flash_train.modules.feed_forward import make_feed_forward
 from flash_train.modules.norm import make_norm
 from flash_train.modules.rotary import RotaryEmbedding
+from flash_train.ops.checks import check_flag
 from flash_train.ops.features import UNBOUNDED, Documents
 
 POSITIONS = ("learned", "rotary", "alibi")
@@ -84,6 +85,7 @@ class GPT(nn.Module):
         check_positive("context_length", context_length)
         check_positive("depth", depth)
         check_dropout("dropout", dropout)
+        check_flag("tied_embeddings", tied_embeddings)
         check_choice("positions", positions, POSITIONS)
         check_choice("checkpointing", checkpointing, CHECKPOINTING)
         self.context_length = context_length
@@ -125,7 +127,8 @@ class GPT(nn.Module):
         document alone. Learned positions begin anew in each; rotary and ALiBi ones run on through the row, which is
         the same, for they act by differences. ``Documents``, made of such ids, will do as well.
 
-        Raises ``ValueError`` unless T is at most ``context_length`` and there is an id for each token.
+        Raises ``ValueError`` unless T is at most ``context_length`` and there is an id for each token, and
+        ``TypeError`` for documents of another class.
         """
         if tokens.ndim != 2:
             raise ValueError(f"tokens must be [B, T], got shape {tuple(tokens.shape)}: add a batch dimension of 1")
@@ -176,6 +179,11 @@ def windows_by_layer(window: int | Sequence[int | None] | None, depth: int) -> l
 
 
 def _prepare(documents: Tensor | Documents, tokens: Tensor) -> Documents:
+    if not isinstance(documents, Tensor | Documents):
+        raise TypeError(
+            f"documents must be a [B, T] tensor of ids or Documents, got {type(documents).__name__}: "
+            "make one with torch.as_tensor"
+        )
     ids = documents if isinstance(documents, Tensor) else documents.query_document
     if ids.shape != tokens.shape or ids.device != tokens.device:
         raise ValueError(

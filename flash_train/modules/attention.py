@@ -77,9 +77,16 @@ class SelfAttention(nn.Module):
         super().__init__()
         check_choice("implementation", implementation, IMPLEMENTATIONS)
         check_features(causal, window, scale, soft_cap, sinks, deterministic)
+        check_flag("qk_norm", qk_norm)
+        check_flag("bias", bias)
         check_dropout("dropout", dropout)
         check_dropout("attention_dropout", attention_dropout)
         self.heads, self.kv_heads, self.head_size = resolve_heads(width, heads, kv_heads, head_size)
+        if rotary is not None and not isinstance(rotary, RotaryEmbedding):
+            raise TypeError(
+                f"rotary must be a RotaryEmbedding, got {type(rotary).__name__}: "
+                f"build it as RotaryEmbedding({self.head_size}, context_length)"
+            )
         if rotary is not None and rotary.head_size != self.head_size:
             raise ValueError(
                 f"rotary turns heads of size {rotary.head_size}, but these have {self.head_size}: "

@@ -1,4 +1,5 @@
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -276,6 +277,17 @@ def test_a_sequence_beyond_the_context_is_refused(arguments: dict) -> None:
 def test_documents_of_other_tokens_are_refused() -> None:
     with pytest.raises(ValueError, match=r"each of the tokens \[2, 37\] on cpu an id, got \[2, 36\] on cpu: make them"):
         build(GPT2)(make_tokens(), make_documents(make_tokens(36)))
+
+
+def test_documents_of_another_class_are_refused() -> None:
+    ids: Any = make_documents(make_tokens()).tolist()
+    with pytest.raises(TypeError, match="documents must be a .* tensor of ids or Documents, got list: make one with"):
+        build(GPT2)(make_tokens(), ids)
+
+
+def test_a_flag_that_is_none_is_refused() -> None:
+    with pytest.raises(TypeError, match="tied_embeddings must be True or False, got str no; make one with bool"):
+        build(GPT2 | {"tied_embeddings": "no"})
 
 
 def test_tokens_without_a_batch_are_refused() -> None:

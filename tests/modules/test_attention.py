@@ -132,11 +132,17 @@ def test_arguments_that_do_not_fit_are_refused(arguments: dict, message: str) ->
         SelfAttention(WIDTH, **arguments)
 
 
-@pytest.mark.parametrize("argument", ["causal", "sinks", "deterministic"])
+@pytest.mark.parametrize("argument", ["causal", "sinks", "deterministic", "qk_norm", "bias"])
 def test_flags_that_are_none_are_refused_when_the_module_is_made(argument: str) -> None:
     flag: dict[str, Any] = {argument: "no"}
     with pytest.raises(TypeError, match=rf"{argument} must be True or False, got str no; make one with bool"):
         SelfAttention(WIDTH, HEADS, **flag)
+
+
+def test_a_rotation_of_another_class_is_refused_when_the_module_is_made() -> None:
+    rotary: Any = True
+    with pytest.raises(TypeError, match=r"rotary must be a RotaryEmbedding, got bool: .* RotaryEmbedding\(7, co"):
+        SelfAttention(WIDTH, HEADS, rotary=rotary)
 
 
 @pytest.mark.parametrize("shape", [(LENGTH, WIDTH), (BATCH, 3, LENGTH, WIDTH), (BATCH, LENGTH, WIDTH + 1)])
