@@ -11,7 +11,8 @@ has the size that this package exists to avoid: it is made for patterns that are
 packed, and for models that declare no support for flash attention, since these may compute with their mask.
 
 Packed sequences (`position_ids` that begin anew) are kept apart for every model, also for those whose own attention
-mixes them (OPT, BioGpt, GptOss).
+mixes them (OPT, BioGpt, GptOss), and also beside an attention_mask of ones, where "sdpa" mixes them and
+"flash_attention_2" (of one row) does not. Where a key of the batch is padding, they are positions and no more.
 
 transformers takes every name with "flash" in it for a kernel without masks, and so goes its own way in some models:
 HrmText with prefix_lm and ESM-C with sequence_id raise its ValueError; Sam2, Sam3 and EdgeTam use "sdpa" where their
@@ -22,7 +23,7 @@ Made for transformers 5.24.
 
 from dataclasses import replace
 from functools import cache, wraps
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -62,7 +63,7 @@ def register() -> None:
     Models take it as `attn_implementation=`, by `set_attn_implementation` or in their configuration. Grouped heads,
     padding, packed sequences (`position_ids` that begin anew, or cu_seq_lens), sliding windows, key-value caches, soft
     caps, sinks, position biases and dropout are honoured. An argument that is not known raises ValueError by its name
-    when the model runs; so does output_attentions=True.
+    when the model runs; so does output_attentions=True (GPT-2 keeps it to itself, and returns none, as with "sdpa").
 
     A model whose layers do not look their attention up by its name (Bloom, Falcon, GPT-Neo, MPT and others) raises
     ValueError when it is built.
@@ -150,7 +151,8 @@ def _attention(
     elif attention_mask.dim() == 2 and cu_seq_lens_q is None and cu_seq_lens_k is None:
         S = attention_mask.shape[1]  # a static cache ends in keys that are not written yet
         key, value, bias = key[:, :, :S], value[:, :, :S], None if bias is None else bias[..., :S]
-        mask = replace(mask, allowed=attention_mask[:, None, None].bool())
+        allowed = attention_mask.bool()
+        mask = replace(mask, documents=_documents_beside(allowed, query, position_ids), allowed=allowed[:, None, None])
     else:
         mask, bias = _complete(attention_mask, bias)
     score, deterministic = Score(soft_cap=softcap or None, bias=bias, sinks=s_aux), deterministic or None
@@ -199,9 +201,21 @@ def _documents(
                 f"cu_seq_lens_q and cu_seq_lens_k come together, as bounds in one row, got a batch of {B}; flatten it"
             )
         return Documents.from_cu_seqlens(cu_seq_lens_q, cu_seq_lens_k, T, S)
-    if T == 1 or T != S or position_ids is None or position_ids.shape not in ((1, T), (B, T)):
+    return _remembered(position_ids, B) if _are_positions(position_ids, B, T, S) else None
+
+
+def _documents_beside(padding: Tensor, query: Tensor, position_ids: Tensor | None) -> Documents | None:
+    """Of traced code, which cannot ask whether all keys count, so that there is no mask: one a row unless they do."""
+    B, T = len(query), query.shape[2]
+    if not is_tracing(padding) or not _are_positions(position_ids, B, T, padding.shape[1]):
         return None
-    return _remembered(position_ids, B)
+    ids = masking_utils.find_packed_sequence_indices(position_ids)
+    return None if ids is None else Documents.from_ids((ids * padding.all()).expand(B, -1))
+
+
+def _are_positions(position_ids: Tensor | None, B: int, T: int, S: int) -> TypeGuard[Tensor]:
+    """Whether they are those of all queries and keys of a batch."""
+    return T == S != 1 and position_ids is not None and position_ids.shape in ((1, T), (B, T))
 
 
 def _documents_by_position(position_ids: Tensor, B: int) -> Documents | None:

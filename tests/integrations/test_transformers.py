@@ -146,6 +146,15 @@ def test_compiled_training_needs_no_matrix_and_keeps_packed_sequences_apart(mask
     assert set(masks) == {Mask}
 
 
+@pytest.mark.parametrize("padding", [torch.ones_like(PADDED), PADDED], ids=["ones", "padded"])
+def test_a_compiled_model_keeps_apart_what_the_model_does(padding: Tensor) -> None:
+    model = made("Mistral", "flash_train")
+    inputs = {"input_ids": IDS, "position_ids": POSITIONS, "attention_mask": padding, "use_cache": False}
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    counted = padding.bool()
+    torch.testing.assert_close(compiled(**inputs).logits[counted], model(**inputs).logits[counted])
+
+
 def test_a_model_can_be_switched_over() -> None:
     own, ours = pair("Llama")
     switched = copy.deepcopy(own)
