@@ -162,6 +162,7 @@ def run_on_cpu(
         minimum=lambda a, b: torch.minimum(a, torch.as_tensor(b, dtype=a.dtype)),
         store=lambda pointer, value, mask: pointer.store(value, mask),
         zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
+        full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
         arange=lambda a, b, layout: torch.arange(a, b), where=torch.where, convert_layout=lambda x, layout: x,
         allocate_shared_memory=allocate, warp_specialize=specialize,
         **dict.fromkeys(("SliceLayout", "NVMMADistributedLayout", "DotOperandLayout", "NVMMASharedLayout"), nothing),
@@ -175,7 +176,7 @@ def run_on_cpu(
         tma=types.SimpleNamespace(store_wait=nothing), fence_async_shared=nothing, load=_load, store=_store,
         reduce_add=reduce_add, view=lambda x, dtype, shape, layout: Shared(x.data.view(shape)),
         bar_sync=meet, bar_arrive=lambda number, threads: meet(number, threads, stay=False),
-        exp2=torch.exp2, own_registers=lambda x: x,
+        exp2=torch.exp2, here=lambda x: x, own_registers=lambda x: x,
         warpgroup_mma=multiply, warpgroup_mma_wait=lambda left, deps: deps[0] if len(deps) == 1 else deps,
     )  # fmt: skip
     for name, x in vars(module).items():

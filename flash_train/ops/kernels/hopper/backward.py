@@ -39,6 +39,8 @@ from flash_train.ops.kernels.tiles import load_tile
 LOG2_E = 1.4426950408889634
 BOTH = gl.constexpr(8)
 """The named barrier at which the two warpgroups wait for each other."""
+NEVER = gl.constexpr(2**31 - 1)
+"""The first query that sees a key behind the last one."""
 HIGHEST = tl.constexpr(1.0e30)
 """The log-sum-exp of a row that saw nothing or is none: exp(s - 1e30) is 0, and nothing here is inf - inf."""
 ROWS = Launch(block_t=64, block_s=0, warps=4, stages=1)
@@ -107,12 +109,12 @@ def _locate(n, BLOCK_S: gl.constexpr):
 @gluon.jit
 def _query_tiles(block, n, BLOCK_T: gl.constexpr, BLOCK_S: gl.constexpr, MASK: gl.constexpr):
     """(start, full, full_end, end): query tiles start to end - 1 see a key of the block; in those from `full` to
-    `full_end` - 1 every query sees every key. (Rows from T on and keys from S on contribute 0 without this.)"""
+    `full_end` - 1 every query sees every key, and no key is S or more. (Rows from T on contribute 0 without this.)"""
     tiles = (n.T + BLOCK_T - 1) // BLOCK_T
     first = block * BLOCK_S - n.shift  # the queries that stand beside the first and the last key
     last = min(block * BLOCK_S + BLOCK_S, n.S) - 1 - n.shift
     if MASK == "full":
-        start, full = 0, 0
+        start, full = 0, n.T * 0
     else:
         start = max(first - n.right, 0) // BLOCK_T if first - n.right < n.T else tiles
         full = (min(max(last - n.right, 0), n.T) + BLOCK_T - 1) // BLOCK_T
@@ -121,18 +123,20 @@ def _query_tiles(block, n, BLOCK_T: gl.constexpr, BLOCK_S: gl.constexpr, MASK: g
         full_end = max(first + n.left + 1, 0) // BLOCK_T if first + n.left + 1 < n.T else tiles
     else:
         end, full_end = tiles, tiles
+    if block * BLOCK_S + BLOCK_S > n.S:  # of keys from S on there would be infinity * 0 in dQ
+        full = end
     full = min(max(full, start), end)
     return start, full, min(max(full_end, full), end), end
 
 
 @gluon.jit
-def _hide(s, first_key, first_query, n, BLOCK_T: gl.constexpr, MASK: gl.constexpr, SCORES: gl.constexpr):
-    """S^T of 64 keys: minus infinity where the query does not see the key. (A thread has two keys and many queries.)"""
-    beside = first_key - n.shift + gl.arange(0, 64, gl.SliceLayout(1, SCORES))
-    queries = (first_query + gl.arange(0, BLOCK_T, gl.SliceLayout(0, SCORES)))[None, :]
-    seen = queries >= (beside - n.right)[:, None]
+def _hide(s, low, high, first_query, BLOCK_T: gl.constexpr, MASK: gl.constexpr, SCORES: gl.constexpr):
+    """S^T: minus infinity where the query does not see the key: queries low to high - 1 see it, a number a key. (A
+    thread has two keys and many queries.)"""
+    columns = gl.arange(0, BLOCK_T, gl.SliceLayout(0, SCORES))[None, :]
+    seen = columns >= (low - first_query)[:, None]
     if MASK == "window":
-        seen = seen & (queries <= (beside + n.left)[:, None])
+        seen = seen & (columns < (high - first_query)[:, None])
     return gl.where(seen, s, float("-inf"))
 
 
@@ -178,9 +182,9 @@ def _begin(row, BLOCK_T: gl.constexpr, SCORES: gl.constexpr):
 
 
 @gluon.jit
-def _step(dq, rings, done, b, h, first_key, first_query, masked, outside, dk, dv, n, ME: gl.constexpr,
-          MASK: gl.constexpr, BLOCK_T: gl.constexpr, W: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr,
-          DQ: gl.constexpr, OPERAND: gl.constexpr):  # fmt: skip
+def _step(dq, rings, done, head, first_query, masked, low, high, dk, dv, n, ME: gl.constexpr, MASK: gl.constexpr,
+          BLOCK_T: gl.constexpr, W: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr, DQ: gl.constexpr,
+          OPERAND: gl.constexpr):  # fmt: skip
     """Query tile number `done` of the rings against this warpgroup's 64 keys.
 
     The comments count the products in flight: a wait for the others than the last n.
@@ -196,10 +200,9 @@ def _step(dq, rings, done, b, h, first_key, first_query, masked, outside, dk, dv
     s = warpgroup_mma(rings.k.index(ME), q_tile.permute((1, 0)), s, is_async=True)
     dp = warpgroup_mma(rings.v.index(ME), do_tile.permute((1, 0)), dp, is_async=True)
     s = warpgroup_mma_wait(1, deps=(s,))  # dP
-    if MASK != "full":
-        if masked:  # in one loop: with a loop for each kind of tile, more is spilled
-            s = _hide(s, first_key, first_query, n, BLOCK_T, MASK, SCORES)
-    p = exp2(s * n.log2_scale + outside[:, None])
+    if masked:  # in one loop: with a loop for each kind of tile, more is spilled
+        s = _hide(s, low, high, first_query, BLOCK_T, MASK, SCORES)
+    p = exp2(s * n.log2_scale)
     p_operand = gl.convert_layout(p.to(rings.k.dtype), OPERAND)
     dp = warpgroup_mma_wait(0, deps=(dp,))
     ds = (p * dp).to(rings.k.dtype)
@@ -226,9 +229,9 @@ def _step(dq, rings, done, b, h, first_key, first_query, masked, outside, dk, dv
     rings.dq.index(ME).store(dq_tile)
     fence_async_shared()
     if W == 128:
-        reduce_add(dq, [b, h, first_query, ME * 64], view(rings.dq.index(ME), gl.float32, [1, 1, 64, 64], dq.layout))
+        reduce_add(dq, [0, head, first_query, ME * 64], view(rings.dq.index(ME), gl.float32, [1, 1, 64, 64], dq.layout))
     else:
-        reduce_add(dq, [b, h, first_query + ME * 64, 0],
+        reduce_add(dq, [0, head, first_query + ME * 64, 0],
                    view(rings.dq.index(ME), gl.float32, [1, 1, 64, 64], dq.layout))  # fmt: skip
     dk, ds_operand = warpgroup_mma_wait(0, deps=(dk, ds_operand))
     mbarrier.arrive(rings.q_empty.index(stage))
@@ -248,20 +251,22 @@ def _consume(dq, dk, dv, rings, n, ME: gl.constexpr, MASK: gl.constexpr, BLOCK_T
     start, full, full_end, end = _query_tiles(block, n, BLOCK_T, 128, MASK)
     first_key = block * 128 + ME * 64
     keys = first_key + gl.arange(0, 64, gl.SliceLayout(1, SCORES))
-    outside = gl.where(keys < n.S, 0.0, float("-inf"))  # added to the scores of keys that are none
+    low = gl.where(keys < n.S, keys - n.shift - n.right, NEVER)
+    high = keys - n.shift + n.left + 1
     dk_acc = gl.zeros([64, W], gl.float32, ACC)
     dv_acc = gl.zeros([64, W], gl.float32, ACC)
     mbarrier.wait(rings.k_full, 0)
     mbarrier.wait(rings.v_full, 0)
-    done = 0
-    for member in range(0, n.group):
-        h = g * n.group + member
-        base = done - start
-        for i in range(start, end):
-            masked = (i < full) | (i >= full_end)
-            dk_acc, dv_acc = _step(dq, rings, base + i, b, h, first_key, i * BLOCK_T, masked, outside, dk_acc, dv_acc,
-                                   n, ME, MASK, BLOCK_T, W, STAGES, SCORES, DQ, OPERAND)  # fmt: skip
-        done += end - start
+    head = (b * n.G + g) * n.group
+    i = start
+    for done in range(0, (end - start) * n.group):  # one loop, one number of the head: fewer registers than b, h, two
+        masked = (i < full) | (i >= full_end)
+        dk_acc, dv_acc = _step(dq, rings, done, head, i * BLOCK_T, masked, low, high, dk_acc, dv_acc, n, ME, MASK,
+                               BLOCK_T, W, STAGES, SCORES, DQ, OPERAND)  # fmt: skip
+        i += 1
+        if i == end:
+            i = start
+            head += 1
     bar_sync(BOTH, 256)  # nobody reads the keys any more
     k_tile, v_tile = rings.k.index(ME), rings.v.index(ME)
     v_tile.store(dv_acc.to(dv.dtype))
@@ -341,12 +346,12 @@ def rows_kernel(do, output, lse, grad_lse, start_s, start_dp, do_strides, o_stri
     tl.store(start_dp + to, tl.where(nothing, 0.0, minus_delta))
 
 
-@triton.jit(do_not_specialize=["elements"])
-def finish_kernel(dq_sum, dq, elements, scale, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["octets"])
+def finish_kernel(dq_sum, dq, octets, scale, BLOCK: tl.constexpr):
     """dQ = scale dS K in the inputs' dtype."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(dq_sum + at, mask=at < elements, other=0.0)
-    tl.store(dq + at, (x * scale).to(dq.dtype.element_ty), mask=at < elements)
+    inside = at // 8 < octets  # so that eight elements are known to be read together
+    tl.store(dq + at, (tl.load(dq_sum + at, mask=inside) * scale).to(dq.dtype.element_ty), mask=inside)
 
 
 _ROW = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
@@ -382,7 +387,7 @@ def hopper_backward(
     padded = tiles * row.block_t  # so that the copy engine, which reads whole blocks, stays in its head
     start_s, start_dp = (empty(q, B * H, padded, dtype=torch.float32) for _ in range(2))
     _rows(do, output, lse.contiguous(), grad_lse, start_s, start_dp, padded, terms.scale)
-    dq_sum = empty(q, B, H, T, D, dtype=torch.float32).zero_()
+    dq_sum = empty(q, 1, B * H, T, D, dtype=torch.float32).zero_()
     dq, dk, dv = empty(q, B, H, T, D), empty(k, B, G, S, D), empty(v, B, G, S, E)
     mask = compiled_features(terms, 0)[0]
     run(
@@ -390,14 +395,14 @@ def hopper_backward(
         ("hopper backward", q.device, q.dtype, width, mask),
         describe(q, row.block_t, width), describe(k, 64, width), describe(v, 64, width),
         describe(do, row.block_t, width), _describe_row(start_s, row.block_t), _describe_row(start_dp, row.block_t),
-        describe(dq_sum, 64, 64), describe(dk, 64, width), describe(dv, 64, width), B * G, G, H // G, T, S,
-        terms.left, terms.right, 0 if terms.top_left else S - T, terms.scale * LOG2_E, terms.scale, mask, row.block_t,
+        describe(dq_sum, 64, 64), describe(dk, 64, width), describe(dv, 64, width), B * G, G, H // G, T, S, terms.left,
+        terms.right, 0 if terms.top_left else S - T, terms.scale * LOG2_E, terms.scale, mask, row.block_t,
         width, row.stages, row.registers, row.few_registers,
     )  # fmt: skip
-    elements = dq.numel()
+    octets = dq.numel() // 8
     run(
-        finish_kernel, q.device, blocks(elements, FINISH.block_t), FINISH,
-        ("hopper finish", q.device, q.dtype, *large((elements,))), dq_sum, dq, elements, terms.scale, FINISH.block_t,
+        finish_kernel, q.device, blocks(dq.numel(), FINISH.block_t), FINISH,
+        ("hopper finish", q.device, q.dtype, *large((octets,))), dq_sum, dq, octets, terms.scale, FINISH.block_t,
     )  # fmt: skip
     return dq, dk, dv
 

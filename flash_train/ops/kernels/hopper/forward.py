@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flash_train.ops.features import Terms
-from flash_train.ops.kernels.hopper.shim import bar_arrive, bar_sync, describe, exp2, load, store, view
+from flash_train.ops.kernels.hopper.shim import bar_arrive, bar_sync, describe, exp2, here, load, store, view
 from flash_train.ops.kernels.hopper.tables import FORWARD, LONG, SHARED_BYTES, Forward
 from flash_train.ops.kernels.launch import block_size, blocks, compiled_features, empty, run
 from flash_train.ops.kernels.operands import readable
@@ -107,16 +107,14 @@ def _key_tiles(block, n, BLOCK_T: gl.constexpr, BLOCK_S: gl.constexpr, MASK: gl.
 
 
 @gluon.jit
-def _hide(s, rows, first_key, n, BLOCK_S: gl.constexpr, MASK: gl.constexpr, SCORES: gl.constexpr):
-    """Scores of pairs that do not take part become minus infinity."""
-    keys = (first_key + gl.arange(0, BLOCK_S, gl.SliceLayout(0, SCORES)))[None, :]
-    beside = rows + n.shift
-    if MASK == "full":
-        seen = keys < n.S
+def _hide(s, low, high, first_key, BLOCK_S: gl.constexpr, MASK: gl.constexpr, SCORES: gl.constexpr):
+    """Scores of keys that a row does not see become minus infinity: it sees keys low to high - 1."""
+    keys = gl.arange(0, BLOCK_S, gl.SliceLayout(0, SCORES))[None, :]
+    if MASK == "window":  # in the main loop, where the numbers of all keys would fill registers
+        keys += here(first_key)
+        seen = (keys < high[:, None]) & (keys >= low[:, None])
     else:
-        seen = keys < gl.minimum(beside + n.right + 1, n.S)[:, None]
-        if MASK == "window":
-            seen = seen & (keys >= (beside - n.left)[:, None])
+        seen = keys < (high - first_key)[:, None]
     return gl.where(seen, s, float("-inf"))
 
 
@@ -187,10 +185,34 @@ def _rows_of(lse, head, n):
 
 
 @gluon.jit
-def _step(q_tile, rings, i, p, acc, m, l, rows, first_key, n, ME: gl.constexpr, BLOCK_S: gl.constexpr,
-          MASK: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
-          SCORES: gl.constexpr, ACC: gl.constexpr, PROBABILITIES: gl.constexpr):  # fmt: skip
-    """Key tile i of the rings: its scores and softmax, and P V of the tile before it. MASK "none" hides nothing."""
+def _softmax(s, m, l, n, BLOCK_S: gl.constexpr):
+    """(exp(s - m), what older sums shrink by, m, l): the tile counted in the rows' maximum m (in log2) and sum l."""
+    m_new = gl.maximum(m, gl.max(s, 1) * n.scale)
+    shrink = exp2(m - m_new)
+    new = exp2(s * n.scale - m_new[:, None])
+    return new, shrink, m_new, l * _beside(shrink, l) + _row_sum(new, BLOCK_S)
+
+
+@gluon.jit
+def _scores(q_tile, rings, i, m, l, low, high, first_key, n, ME: gl.constexpr, BLOCK_S: gl.constexpr,
+            MASK: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr):  # fmt: skip
+    """`_softmax` of key tile i of the rings, masked, with no other product under way."""
+    stage = i % STAGES
+    mbarrier.wait(rings.k_full.index(stage), (i // STAGES) & 1)
+    bar_sync(TURNS + ME, 256)
+    s = warpgroup_mma(q_tile, rings.k.index(stage).permute((1, 0)), gl.zeros([64, BLOCK_S], gl.float32, SCORES),
+                      use_acc=False, is_async=True)  # fmt: skip
+    bar_arrive(TURNS + (ME + 1) % CONSUMERS, 256)
+    s = warpgroup_mma_wait(0, deps=(s,))
+    mbarrier.arrive(rings.k_empty.index(stage))
+    return _softmax(_hide(s, low, high, first_key, BLOCK_S, MASK, SCORES), m, l, n, BLOCK_S)
+
+
+@gluon.jit
+def _step(q_tile, rings, i, p, acc, m, l, low, high, first_key, masked, n, ME: gl.constexpr, BLOCK_S: gl.constexpr,
+          MASK: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr, ACC: gl.constexpr,
+          PROBABILITIES: gl.constexpr):  # fmt: skip
+    """Key tile i of the rings: its scores and softmax, and P V of the tile before it."""
     stage, before = i % STAGES, (i - 1) % STAGES
     mbarrier.wait(rings.k_full.index(stage), (i // STAGES) & 1)
     bar_sync(TURNS + ME, 256)
@@ -201,17 +223,15 @@ def _step(q_tile, rings, i, p, acc, m, l, rows, first_key, n, ME: gl.constexpr, 
     bar_arrive(TURNS + (ME + 1) % CONSUMERS, 256)
     s = warpgroup_mma_wait(1, deps=(s,))
     mbarrier.arrive(rings.k_empty.index(stage))
-    if MASK != "none":
-        s = _hide(s, rows, first_key, n, BLOCK_S, MASK, SCORES)
-    m_new = gl.maximum(m, gl.max(s, 1) * n.scale)
-    shrink = exp2(m - m_new)
-    new = exp2(s * n.scale - m_new[:, None])
-    l = l * _beside(shrink, l) + _row_sum(new, BLOCK_S)
+    if MASK == "window":
+        if masked:
+            s = _hide(s, low, high, first_key, BLOCK_S, MASK, SCORES)
+    new, shrink, m, l = _softmax(s, m, l, n, BLOCK_S)
     acc, p = warpgroup_mma_wait(0, deps=(acc, p))
     mbarrier.arrive(rings.v_empty.index(before))
     p = gl.convert_layout(new.to(rings.v.dtype), PROBABILITIES)
     acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, ACC))[:, None]
-    return p, acc, m_new, l
+    return p, acc, m, l
 
 
 @gluon.jit
@@ -229,31 +249,38 @@ def _consume_tile(output, lse, rings, tile, done, turn, n, ME: gl.constexpr, MAS
     end, whole, part, count = _key_tiles(block, n, BLOCK_T, BLOCK_S, MASK)
     first = block * BLOCK_T + ME * 64
     rows = first + gl.arange(0, 64, gl.SliceLayout(1, SCORES))
-    stage = done % STAGES
-    mbarrier.wait(rings.q_full.index(ME), turn & 1)
-    mbarrier.wait(rings.k_full.index(stage), (done // STAGES) & 1)
-    bar_sync(TURNS + ME, 256)
-    s = warpgroup_mma(q_tile, rings.k.index(stage).permute((1, 0)), gl.zeros([64, BLOCK_S], gl.float32, SCORES),
-                      use_acc=False, is_async=True)  # fmt: skip
-    bar_arrive(TURNS + (ME + 1) % CONSUMERS, 256)
-    s = warpgroup_mma_wait(0, deps=(s,))
-    mbarrier.arrive(rings.k_empty.index(stage))
-    s = _hide(s, rows, (end - 1) * BLOCK_S, n, BLOCK_S, MASK, SCORES)
-    m = gl.maximum(gl.max(s, 1) * n.scale, LOWEST)
-    new = exp2(s * n.scale - m[:, None])
-    l = _row_sum(new, BLOCK_S)
-    p = gl.convert_layout(new.to(rings.v.dtype), PROBABILITIES)
+    low = rows + (n.shift - n.left)
+    if MASK == "full":
+        high = rows * 0 + n.S
+    else:
+        high = gl.minimum(rows + (n.shift + n.right + 1), n.S)
     acc = gl.zeros([64, E], gl.float32, ACC)
-    for i in range(1, whole):
-        p, acc, m, l = _step(q_tile, rings, done + i, p, acc, m, l, rows, (end - 1 - i) * BLOCK_S, n, ME, BLOCK_S,
-                             MASK, CONSUMERS, STAGES, SCORES, ACC, PROBABILITIES)  # fmt: skip
-    for i in range(whole, part):
-        p, acc, m, l = _step(q_tile, rings, done + i, p, acc, m, l, rows, 0, n, ME, BLOCK_S, "none", CONSUMERS,
-                             STAGES, SCORES, ACC, PROBABILITIES)  # fmt: skip
-    if MASK == "window":
-        for i in range(part, count):
-            p, acc, m, l = _step(q_tile, rings, done + i, p, acc, m, l, rows, (end - 1 - i) * BLOCK_S, n, ME, BLOCK_S,
-                                 MASK, CONSUMERS, STAGES, SCORES, ACC, PROBABILITIES)  # fmt: skip
+    m = gl.full([64], LOWEST, gl.float32, gl.SliceLayout(1, SCORES))
+    l = _row_sum(gl.zeros([64, BLOCK_S], gl.float32, SCORES), BLOCK_S)
+    mbarrier.wait(rings.q_full.index(ME), turn & 1)
+    ahead = 0
+    if MASK == "causal":
+        # all masked tiles but the last one, each by itself, so that the main loop has no mask: at a seam between two
+        # loops that both carry P it is taken apart into single elements. (A window's main loop has a branch.)
+        ahead = whole - 1
+        for i in range(0, ahead):
+            new, shrink, m, l = _scores(q_tile, rings, done + i, m, l, low, high, (end - 1 - i) * BLOCK_S, n, ME,
+                                        BLOCK_S, MASK, CONSUMERS, STAGES, SCORES)  # fmt: skip
+            p = gl.convert_layout(new.to(rings.v.dtype), PROBABILITIES)
+            acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, ACC))[:, None]
+            stage = (done + i) % STAGES
+            mbarrier.wait(rings.v_full.index(stage), ((done + i) // STAGES) & 1)
+            acc = warpgroup_mma(p, rings.v.index(stage), acc, is_async=True)
+            acc, p = warpgroup_mma_wait(0, deps=(acc, p))
+            mbarrier.arrive(rings.v_empty.index(stage))
+    new, shrink, m, l = _scores(q_tile, rings, done + ahead, m, l, low, high, (end - 1 - ahead) * BLOCK_S, n, ME,
+                                BLOCK_S, MASK, CONSUMERS, STAGES, SCORES)  # fmt: skip
+    p = gl.convert_layout(new.to(rings.v.dtype), PROBABILITIES)
+    acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, ACC))[:, None]
+    for i in range(ahead + 1, count):
+        p, acc, m, l = _step(q_tile, rings, done + i, p, acc, m, l, low, high, (end - 1 - i) * BLOCK_S,
+                             (i < whole) | (i >= part), n, ME, BLOCK_S, MASK, CONSUMERS, STAGES, SCORES, ACC,
+                             PROBABILITIES)  # fmt: skip
     done += count
     if PERSISTENT and OWN_OUTPUT:
         mbarrier.arrive(rings.q_empty.index(ME))

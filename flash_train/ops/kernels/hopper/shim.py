@@ -13,7 +13,7 @@ from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-__all__ = ["bar_arrive", "bar_sync", "describe", "exp2", "load", "own_registers", "reduce_add", "store", "view"]
+__all__ = ["bar_arrive", "bar_sync", "describe", "exp2", "here", "load", "own_registers", "reduce_add", "store", "view"]
 
 load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 """(descriptor, coordinates, barrier, destination in shared memory): by the copy engine."""
@@ -74,6 +74,12 @@ def bar_arrive(NUMBER: gl.constexpr, THREADS: gl.constexpr):
 def exp2(x):
     """The hardware's, small results flushed to 0."""
     return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def here(x):
+    """The integer `x`. What is made of it is made behind this place: before a loop it would fill registers."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
