@@ -200,3 +200,16 @@ def test_a_bias_as_large_as_fp32_allows_is_no_mask(sign):
     output, lse = flash_attention_with_lse(q, k, v, score=Score(bias=bias), implementation="triton")
     torch.testing.assert_close(output, v.mean(2, keepdim=True).expand_as(output))
     assert lse.isfinite().all()
+
+
+@pytest.mark.parametrize("slope", [1e37, 3e38])
+def test_alibi_slopes_that_leave_a_row_its_own_key_alone_make_no_nan(slope):
+    """A whole tile's scores would be minus infinity, and no mask has told the kernel to expect it."""
+    q, k, v = (x.requires_grad_() for x in inputs(Case(1, 2, 2, 70, 70, 16, 16), torch.float32, DEVICE)[:3])
+    score = Score(alibi_slopes=torch.full((2,), slope, device=DEVICE))
+    output, lse = flash_attention_with_lse(q, k, v, score=score, implementation="triton")
+    torch.testing.assert_close(output, v)
+    assert lse.isfinite().all()
+    dq, dk, dv = torch.autograd.grad(output.sum(), (q, k, v))
+    assert dq.abs().max() < 1e-5 and dk.abs().max() < 1e-5
+    torch.testing.assert_close(dv, torch.ones_like(v))

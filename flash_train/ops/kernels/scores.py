@@ -59,6 +59,8 @@ def place_of(b, h, span, n, x, c):
     head = b * n.H + h
     if c.MODIFIED:
         slope = tl.load(x.slopes + b * n.head_stride + h, mask=(n.flags & HAS_SLOPES) != 0, other=0.0)
+        steepest = 2e38 / (n.T + n.S)  # the farthest key's score is finite, in units of log2 too: no tile is all -inf
+        slope = tl.where(slope > steepest, steepest, tl.where(slope < -steepest, -steepest, slope))
         return Place(b, h, h // (n.H // n.G), head, slope, dropout_base(b, h, span, x, c))
     else:
         return Place(b, h, h // (n.H // n.G), head, 0.0, 0)
