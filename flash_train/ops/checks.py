@@ -9,6 +9,8 @@ from torch import Tensor
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LARGEST = 1e38
 """Of numbers that a kernel takes as fp32, in units of log2 too."""
+SMALLEST = 1e-37
+"""Of those that something is divided by: fp32 rounds what is smaller, at last to 0."""
 
 
 def check_tensor(name: str, x: object) -> None:

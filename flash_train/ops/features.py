@@ -12,7 +12,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flash_train.ops.checks import DTYPES, LARGEST, check_device, check_flag, check_number, check_tensor, whole_number
+from flash_train.ops.checks import (
+    DTYPES,
+    LARGEST,
+    SMALLEST,
+    check_device,
+    check_flag,
+    check_number,
+    check_tensor,
+    whole_number,
+)
 from flash_train.ops.documents import Documents
 
 ALIGNMENTS = ("bottom_right", "top_left")
@@ -182,7 +191,7 @@ def flatten(
         left=left,
         right=0 if mask.causal else right,
         top_left=mask.alignment == "top_left",
-        soft_cap=0.0 if score.soft_cap is None else float(score.soft_cap),
+        soft_cap=0.0 if score.soft_cap is None else max(float(score.soft_cap), SMALLEST),
         dropout=float(dropout),
         output_dtype=output_dtype,
         deterministic=deterministic,

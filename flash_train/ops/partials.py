@@ -25,7 +25,7 @@ def merge(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Te
         (output [..., E] in the parts' dtype, log-sum-exp [...]).
 
     Raises:
-        ValueError: no parts, not as many outputs as lses, or shapes, dtypes or devices that differ.
+        ValueError: no parts, not as many outputs as lses, shapes, dtypes or devices that differ, or whole numbers.
     """
     outputs, lses = check_tensors("outputs", outputs), check_tensors("lses", lses)
     if len(outputs) == 0 or len(outputs) != len(lses):
@@ -38,6 +38,10 @@ def merge(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Te
             raise ValueError(
                 f"merge needs outputs [..., E] of one shape and lses [...], got {list(output.shape)} and "
                 f"{list(lse.shape)} beside {list(outputs[0].shape)}; pad rows that a part lacks with 0 and -inf"
+            )
+        if not output.is_floating_point() or not lse.is_floating_point():
+            raise ValueError(
+                f"merge needs floating outputs and lses, got {output.dtype} and {lse.dtype}; cast them with .float()"
             )
         if output.dtype != outputs[0].dtype or not output.device == lse.device == outputs[0].device:
             raise ValueError(

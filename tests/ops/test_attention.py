@@ -40,6 +40,14 @@ def test_a_sink_of_minus_infinity_is_none(name):
     assert all(x.isfinite().all() for x in gradients) and (gradients[3][:2] == 0).all()
 
 
+@pytest.mark.parametrize("name", ["tiled", "naive", "triton"])
+def test_a_soft_cap_too_small_for_fp32_leaves_all_scores_alike(name):
+    q, k, v = (x.detach().float().requires_grad_() for x in qkv(H=6, G=2, T=9, S=4))
+    output = flash_attention(0 * q, k, v, score=Score(soft_cap=1e-50), implementation=name)
+    torch.testing.assert_close(output, v.mean(2, keepdim=True).repeat_interleave(3, 1).expand_as(output))
+    assert all(x.isfinite().all() for x in torch.autograd.grad(output.sum(), [q, k, v]))
+
+
 def test_rows_that_see_nothing_give_zero_and_minus_infinity():
     q, k, v = qkv(T=9, S=4)
     for name in ("tiled", "naive"):

@@ -206,6 +206,8 @@ PARTS = [
     (lambda: merge([randn(3, 2), randn(2, 2)], [randn(3), randn(2)]), "of one shape", "[2, 2] and [2]", "pad rows"),
     (lambda: merge([randn(3, 2)], [randn(3, 2)]), "lses [...]", "[3, 2] and [3, 2]", "pad rows that a part lacks"),
     (lambda: merge([randn(3, 2), randn(3, 2).half()], [randn(3)] * 2), "of one dtype", "torch.float16", "cast or move"),
+    (lambda: merge([randn(3, 2).int()], [randn(3)]), "floating outputs and lses", "torch.int32 and", "with .float()"),
+    (lambda: merge([randn(3, 2)], [randn(3).long()]), "floating outputs and lses", "and torch.int64", "with .float()"),
     (lambda: merge([randn(3, 2)], [torch.empty(3, device="meta")]), "all on one device", "lse on meta", "cast or move"),
 ]  # fmt: skip
 
