@@ -73,6 +73,11 @@ def test_an_odd_head_size_is_refused() -> None:
         RotaryEmbedding(5, LENGTH)
 
 
+def test_a_base_that_is_not_positive_is_refused() -> None:
+    with pytest.raises(ValueError, match="base must be positive, got 0.0: 10000 is usual"):
+        RotaryEmbedding(HEAD_SIZE, LENGTH, base=0.0)
+
+
 def test_more_positions_than_the_table_holds_are_refused() -> None:
     with pytest.raises(ValueError, match="holds 37 positions, got a sequence of 38: shorten"):
         RotaryEmbedding(HEAD_SIZE, LENGTH)(torch.randn(1, 1, LENGTH + 1, HEAD_SIZE))
