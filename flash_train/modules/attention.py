@@ -1,6 +1,5 @@
 """Self-attention as a module that fits into any model."""
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -11,7 +10,7 @@ from flash_train.modules.checks import check_choice, check_dropout, check_positi
 from flash_train.modules.norm import Norm, make_norm
 from flash_train.modules.rotary import RotaryEmbedding
 from flash_train.ops.attention import IMPLEMENTATIONS, flash_attention
-from flash_train.ops.checks import check_flag, check_number
+from flash_train.ops.checks import LARGEST, check_flag, check_number
 from flash_train.ops.features import Documents, Mask, Score
 
 SINK_DEVIATION = 0.02  # transformers' gpt-oss, at its default initializer_range
@@ -208,8 +207,10 @@ def check_features(
     Score(soft_cap)
     if scale is not None:
         check_number("scale", scale)
-        if not 0 < scale < math.inf:
-            raise ValueError(f"scale must be positive and finite, got {scale}: None is 1 / sqrt(head_size)")
+        if not 0 < scale <= LARGEST:
+            raise ValueError(
+                f"scale must be positive and at most {LARGEST:g}, got {scale}: None is 1 / sqrt(head_size)"
+            )
     check_flag("sinks", sinks)
     if deterministic is not None:
         check_flag("deterministic", deterministic)
@@ -235,8 +236,8 @@ def resolve_slopes(alibi: bool | Sequence[float] | Tensor, heads: int) -> list[f
         raise ValueError(
             f"alibi must have one slope a head, [{heads}], got shape {list(slopes.shape)}: True makes the paper's"
         )
-    if not slopes.isfinite().all():
-        raise ValueError(f"alibi must be finite numbers, got {slopes.tolist()}: a slope of 0 leaves its head alone")
+    if not slopes.float().isfinite().all():  # which they are kept in
+        raise ValueError(f"alibi must be finite in fp32, got {slopes.tolist()}: a slope of 0 leaves its head alone")
     return slopes.tolist()
 
 
