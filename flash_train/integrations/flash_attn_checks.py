@@ -22,7 +22,10 @@ def check_q_k_v(q: Tensor, k: Tensor, v: Tensor, dimensions: int) -> None:
     if not q.dim() == k.dim() == v.dim() == dimensions:
         raise ValueError(f"q, k and v must be {layout}, {got}; {hint}")
     if k.shape[:-1] != v.shape[:-1]:
-        raise ValueError(f"k and v must be of one length and have the same heads, as in {layout}, {got}")
+        raise ValueError(
+            f"k and v must be of one length and have the same heads, as in {layout}, {got}; cut the longer one, or "
+            "repeat_interleave the fewer heads"
+        )
     if q.shape[:-3] != k.shape[:-3]:
         raise ValueError(
             f"q, k and v must share B, as in {layout}, {got}; x.expand(B, -1, -1, -1) repeats a single row"

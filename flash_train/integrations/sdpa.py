@@ -94,7 +94,8 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) 
             raise ValueError(f"{name} must be dense, got a nested tensor; use flash_attention_packed for documents")
         if x.dim() < least:
             raise ValueError(
-                f"{name} must have at least {least} dimensions, {'H, ' * enable_gqa}T and D, got {x.dim()}"
+                f"{name} must have at least {least} dimensions, {'H, ' * enable_gqa}T and D, got {x.dim()}; "
+                "add the missing ones with unsqueeze"
             )
     got = f"got query {list(query.shape)}, key {list(key.shape)} and value {list(value.shape)}"
     if key.shape[-2] != value.shape[-2]:
@@ -129,7 +130,8 @@ def _mask_and_bias(
     if isinstance(attn_mask, CausalBias):
         if (attn_mask.seq_len_q, attn_mask.seq_len_kv) != whole[-2:]:
             raise ValueError(
-                f"attn_mask must be made for T, S = {whole[-2:]}, got {(attn_mask.seq_len_q, attn_mask.seq_len_kv)}"
+                f"attn_mask must be made for T, S = {whole[-2:]}, got {(attn_mask.seq_len_q, attn_mask.seq_len_kv)}; "
+                "make one of query.shape[-2] and key.shape[-2]"
             )
         upper_left = attn_mask.variant == CausalVariant.UPPER_LEFT
         return Mask(causal=True, alignment="top_left" if upper_left else "bottom_right"), None

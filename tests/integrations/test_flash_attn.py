@@ -203,7 +203,7 @@ def refused_packed(message: str, *tensors: Any, error: type[Exception] = ValueEr
         refused("q must be a torch.Tensor, got list", [1.0], k, v, error=TypeError),
         refused(r"must be \[B, T, H, D\], .* got q \[11, 6, 5\], .* \.unsqueeze\(0\)", packed, k, v),
         refused(r"q, k and v must share B, .* got q \[2, 11, 6, 5\], k \[3, 17, 2, 5\] and v", q[:2], k, v),
-        refused(r"k and v must be of one length .* k \[3, 16, 2, 5\] and v \[3, 17, 2, 7\]", q, k[:, 1:], v),
+        refused(r"k and v must be of one length .* k \[3, 16, 2, 5\] and v \[3, 17, 2, 7\]; cut", q, k[:, 1:], v),
         refused(r"one head size D, .* got q \[3, 11, 6, 4\], k \[3, 17, 2, 5\]", q[..., :4], k, v),
         refused(r"H must be a multiple of G in \[B, T, H, D\].* q \[3, 6, 11, 5\], .* pass", heads_first, k, v),
         refused("heads and head sizes must not be empty, got q", q[:, :, :0], k, v),
