@@ -63,15 +63,16 @@ def flash_attention(
         dropout: the probability with which a softmax probability is dropped, in [0, 1). Torch's generator of q's
             device draws one number a call; which elements are dropped is a function of it, the batch row or document,
             the head and the positions in the document alone.
-        deterministic: whether every run gives the same bits in the backward, too; None is torch's own switch. No
-            faster order of summation exists here yet: the kernels sum in a fixed order, with or without it.
+        deterministic: whether every run gives the same bits in the backward, too; None is torch's own switch. The
+            Triton kernels and the tiled path sum in a fixed order, with or without it; "hopper" without it sums dQ in
+            any order, its rounding differs from run to run, and with it takes the Triton kernels' backward.
         implementation: one of `IMPLEMENTATIONS`. "flash" is this package's: the Triton kernels on a GPU, else the
             tiled path, each step down logged once with its reason; "triton" and "tiled" ask for one of them, "hopper"
-            for the forward kernel written for compute capability 9.0, which is not yet the default there. "sdpa"
-            is `torch.nn.functional.scaled_dot_product_attention` pinned to its flash back end ("sdpa_cudnn",
-            "sdpa_efficient", "sdpa_math" to another), which knows few of the features and refuses the others. "naive"
-            is the definition with all its memory, and "naive_reversed" the same with the keys visited from last to
-            first. `choose_implementation` tells what runs.
+            for the kernels written for compute capability 9.0 (the backward for head sizes up to 128), which are not
+            yet the default there. "sdpa" is `torch.nn.functional.scaled_dot_product_attention` pinned to its flash
+            back end ("sdpa_cudnn", "sdpa_efficient", "sdpa_math" to another), which knows few of the features and
+            refuses the others. "naive" is the definition with all its memory, and "naive_reversed" the same with the
+            keys visited from last to first. `choose_implementation` tells what runs.
 
     Returns:
         The output [B, H, T, E] in the inputs' dtype, stored as [B, T, H, E] by this package's implementations, so that
