@@ -121,7 +121,7 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"attn_mask": causal_upper_left(7, 8)},
-        r"attn_mask must be made for T, S = \(7, 9\), got \(7, 8\); make one of query.sh",
+        r"attn_mask must be made for T, S = \(7, 9\), got \(7, 8\); make",
     ),
     (
         {"key": k[:, :3]},
