@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor  # pyright: ignore[reportMissingModuleSource]
 from torch.utils.flop_counter import register_flop_formula
 
-from flash_train.ops.choice import choose_implementation, hopper_backward_obstacle
+from flash_train.ops.choice import choose_implementation, hopper_backward_obstacle, hopper_forward_pays
 from flash_train.ops.double_backward import tiled_double_backward
 from flash_train.ops.features import SCHEMA, Terms
 from flash_train.ops.tiled import tiled_attention, tiled_attention_backward
@@ -43,6 +43,8 @@ attention_double_backward = torch.ops.flash_train.attention_double_backward.defa
 def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     terms = Terms(*rest)
     chosen = _chosen(q, k, v, terms)
+    if chosen == "hopper" and terms.implementation == "flash" and not hopper_forward_pays(q, v):
+        chosen = "triton"  # no step down, and not logged as one
     if chosen != "tiled" and q.numel() and k.numel():  # Triton is imported when a kernel first runs
         if chosen == "hopper":
             from flash_train.ops.kernels.hopper.forward import hopper_forward as launch

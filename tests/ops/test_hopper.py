@@ -5,9 +5,10 @@ import itertools
 import pytest
 import torch
 
-from flash_train.ops import choice
+from flash_train.ops import choice, library
 from flash_train.ops.attention import Mask, Score, choose_implementation, flash_attention, flash_attention_with_lse
 from flash_train.ops.features import UNBOUNDED, Terms
+from flash_train.ops.kernels import forward as portable
 from flash_train.ops.kernels.hopper import forward
 from flash_train.ops.kernels.hopper.forward import Numbers, _key_tiles
 from tests.ops.cases import Case, inputs
@@ -126,6 +127,18 @@ def test_the_hopper_kernels_say_which_gpu_dtype_head_size_and_version_they_want(
     assert (
         name == "triton" and reason is not None and reason.startswith("the Hopper kernels have run with Triton 3.5.9")
     )
+
+
+@pytest.mark.parametrize(("T", "D", "asked", "runs"), [
+    (512, 128, "flash", "hopper"), (4096, 64, "flash", "hopper"), (2048, 64, "flash", "triton"),
+    (2048, 64, "hopper", "hopper"),
+])  # fmt: skip
+def test_flash_takes_the_faster_of_the_two_forwards(T, D, asked, runs, monkeypatch):
+    monkeypatch.setattr(library, "_chosen", lambda q, k, v, terms: "hopper")
+    monkeypatch.setattr(portable, "attention_forward", lambda q, k, v, terms: "triton")
+    monkeypatch.setattr(forward, "hopper_forward", lambda q, k, v, terms: "hopper")
+    q = torch.empty(1, 1, T, D, device="meta")
+    assert library._forward(q, q, q, *Terms(1.0, implementation=asked)) == runs
 
 
 @pytest.mark.gpu

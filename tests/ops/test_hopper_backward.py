@@ -74,7 +74,7 @@ def check_on_the_cpu(q, k, v, mask, scale, monkeypatch):
     left, right = (UNBOUNDED if x is None else x for x in mask.window or (None, None))
     terms = Terms(scale, left=left, right=0 if mask.causal else right, top_left=mask.alignment == "top_left")
     saved = [x.detach() for x in (do, dl, q, k, v, output, lse)]
-    for ours, theirs in zip(hopper_backward(*saved, terms), expected, strict=True):
+    for ours, theirs in zip(hopper_backward(*saved, terms=terms), expected, strict=True):
         assert ours.is_contiguous()
         torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=2e-4)
 

@@ -44,7 +44,7 @@ def last_rows_agree(output, lse, leaves, do, part, mask):
     """Output, log-sum-exp and gradients of the batch's last part, against the part computed alone."""
     gradients = grad(output, leaves, do)
     small = [x.detach()[part].clone().requires_grad_() for x in leaves]
-    expected, expected_lse = with_lse(*small, mask=mask)
+    expected, expected_lse = with_lse(*small, mask=mask, deterministic=True)
     assert torch.equal(output[part], expected) and torch.equal(lse[part], expected_lse)
     for a, b in zip(gradients, grad(expected, small, do[part]), strict=True):
         assert torch.equal(a[part], b)
@@ -54,14 +54,14 @@ def last_rows_agree(output, lse, leaves, do, part, mask):
 def test_tensors_of_more_than_two_to_the_31_elements(big_memory, B, T, D):  # flash-attention #2611, pytorch #190857
     leaves = [halves(B, 1, T, D).requires_grad_() for _ in range(3)]
     assert leaves[0].numel() > 2**31
-    output, lse = with_lse(*leaves, mask=SLIDING)
+    output, lse = with_lse(*leaves, mask=SLIDING, deterministic=True)
     last_rows_agree(output, lse, leaves, halves(1, 1, 1, D).expand(B, 1, T, D), slice(-1, None), SLIDING)
 
 
 def test_a_log_sum_exp_of_more_than_two_to_the_31_elements(big_memory):
     B, T, S = 2**25 + 3, 64, 2  # few keys: the copies of q and dO, in rows of 16 bytes, take 32 GiB each
     leaves = [halves(B, 1, rows, 1).requires_grad_() for rows in (T, S, S)]
-    output, lse = with_lse(*leaves)
+    output, lse = with_lse(*leaves, deterministic=True)
     assert lse.numel() > 2**31
     last_rows_agree(output, lse, leaves, halves(1, 1, T, 1).expand(B, 1, T, 1), slice(-5, None), Mask())
 
@@ -88,7 +88,7 @@ def test_a_bias_and_a_mask_of_more_than_two_to_the_31_elements(big_memory):
 @pytest.mark.parametrize(("B", "H"), [(70_001, 1), (1, 70_001), (17, 4099)])
 def test_more_batch_rows_and_heads_than_65535(B, H):  # a grid's limit in every dimension but the first
     leaves = [halves(B, H, 17, 16).requires_grad_() for _ in range(3)]
-    output, lse = with_lse(*leaves, causal=True)
+    output, lse = with_lse(*leaves, causal=True, deterministic=True)
     do = halves(B, H, 17, 16)
     last = (slice(-1, None), slice(-1, None))
     last_rows_agree(output, lse, leaves, do, last, Mask(causal=True))
