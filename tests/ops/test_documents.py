@@ -142,6 +142,23 @@ def test_a_neighbour_that_holds_no_numbers_harms_nothing(name, device, poison):
         assert torch.equal(a[:5], b[:5]) and torch.equal(a[9:], b[9:])
 
 
+@poisoned
+def test_a_bias_that_is_no_number_outside_a_document_harms_nothing(name, device, poison):
+    lengths = (5, 4, 3)
+    leaves, cu_seqlens = packed(lengths, lengths, 2, 1, dtype=torch.float32, device=device)
+    bias = torch.randn(2, 12, 12, device=device)
+    own = torch.zeros(12, 12, dtype=torch.bool, device=device)
+    own[:5, :5] = own[9:, 9:] = True
+    results = []
+    for outside in (0.0, poison):
+        score = Score(bias=bias.masked_fill(~own, outside).requires_grad_())
+        output, _ = flash_attention_packed(*leaves, *cu_seqlens, causal=True, score=score, implementation=name)
+        kept = torch.cat([output[:5], output[9:]]).sin().sum()
+        *gradients, dbias = torch.autograd.grad(kept, [*leaves, score.bias])
+        results.append([*(torch.cat([x[:5], x[9:]]) for x in (output, *gradients)), dbias[:, own]])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 def test_ids_are_documents_by_their_runs():
     q, k, v = leaves = qkv(B=2, T=9, S=9)
     del q, k, v

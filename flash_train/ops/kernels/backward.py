@@ -80,6 +80,8 @@ def _fold_queries(dk, dv, k_tile, v_tile, first_key, keys, q, do, lse, delta, q_
         p = tl.exp2(s * unit - L[None, :])
         if MASKED:
             low, high = visible_keys(rows, span, n, c)
+            if CUT:  # what the bias has for a neighbour's rows may be NaN, and L = inf makes no 0 of it
+                high = tl.where(rows < span.end_query, high, low)
             p = tl.where(is_seen(keys, low, high, c), p, 0.0)
         do_tile = load_tile(do, do_strides, at.b, at.h, first, span.end_query, c.E, c.BLOCK_T, c.BLOCK_E, c.WIDTH,
                             CUT)  # fmt: skip
