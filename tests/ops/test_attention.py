@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from flash_train.ops import choice, library
-from flash_train.ops.attention import Score, choose_implementation, flash_attention, flash_attention_with_lse
+from flash_train.ops.attention import Mask, Score, choose_implementation, flash_attention, flash_attention_with_lse
 from tests.ops.tensors import qkv
 
 
@@ -57,6 +57,26 @@ def test_rows_that_see_nothing_give_zero_and_minus_infinity():
         assert (lse[:, :, :5] == -math.inf).all() and lse[:, :, 5:].isfinite().all()
         assert q.grad is not None and torch.equal(q.grad[:, :, :5], torch.zeros_like(q[:, :, :5]))
         q.grad = None
+
+
+@pytest.mark.parametrize(("name", "heads"), [("tiled", 128), ("triton", 1)])  # so many that its tiles are 64 wide
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, in Triton's interpreter
+def test_tiles_outside_the_window_are_not_visited(name, heads):
+    """One that was would bring its NaN along: 0 times NaN."""
+    window = Mask(window=(1, 0))
+    third = slice(128, 192)
+
+    def call(keys, queries):
+        q, k, v = leaves = [x.detach().float() for x in qkv(B=1, H=heads, G=1, T=192, S=192)]
+        q[:, :, queries] = k[:, :, keys] = v[:, :, keys] = math.nan
+        output = flash_attention(*(x.requires_grad_() for x in leaves), mask=window, implementation=name)
+        return output, *torch.autograd.grad(output.sum(), leaves)
+
+    output, dq, _, _ = call(slice(0, 64), slice(0, 0))
+    assert output[:, :, third].isfinite().all() and dq[:, :, third].isfinite().all()
+    assert output[:, :, 64].isnan().all()  # which the window reaches
+    _, _, dk, dv = call(slice(0, 0), third)
+    assert dk[:, :, :64].isfinite().all() and dv[:, :, :64].isfinite().all() and dv[:, :, 127].isnan().all()
 
 
 @pytest.mark.parametrize(("B", "T", "S"), [(0, 7, 11), (2, 0, 11), (2, 7, 0), (0, 0, 0), (1, 1, 1)])

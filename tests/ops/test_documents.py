@@ -151,11 +151,11 @@ def test_a_bias_that_is_no_number_outside_a_document_harms_nothing(name, device,
     own[:5, :5] = own[9:, 9:] = True
     results = []
     for outside in (0.0, poison):
-        score = Score(bias=bias.masked_fill(~own, outside).requires_grad_())
-        output, _ = flash_attention_packed(*leaves, *cu_seqlens, causal=True, score=score, implementation=name)
+        x = bias.masked_fill(~own, outside).requires_grad_()
+        output, _ = flash_attention_packed(*leaves, *cu_seqlens, causal=True, score=Score(bias=x), implementation=name)
         kept = torch.cat([output[:5], output[9:]]).sin().sum()
-        *gradients, dbias = torch.autograd.grad(kept, [*leaves, score.bias])
-        results.append([*(torch.cat([x[:5], x[9:]]) for x in (output, *gradients)), dbias[:, own]])
+        *gradients, dbias = torch.autograd.grad(kept, [*leaves, x])
+        results.append([*(torch.cat([y[:5], y[9:]]) for y in (output, *gradients)), dbias[:, own]])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
