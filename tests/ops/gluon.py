@@ -115,10 +115,16 @@ def run_on_cpu(
         with lock:
             here += tile.data[place]
 
+    def fetch_add(pointer: Pointer) -> int:
+        with lock:
+            found = int(pointer.x[0])
+            pointer.x[0] += 1
+        return found
+
     def allocate(dtype: Any, shape: list[int], layout: Any) -> Any:
-        if dtype is torch.int64:
+        if dtype is torch.int64:  # barriers alone have it
             return Barrier() if len(shape) == 1 else Barriers(shape[0])
-        return Shared(torch.full(shape, float("nan"), dtype=dtype))
+        return Shared(torch.empty(shape, dtype=dtype).fill_(float("nan") if dtype.is_floating_point else -1))
 
     def wait(barrier: Barrier, parity: int) -> None:
         with barrier.changed:
@@ -155,7 +161,7 @@ def run_on_cpu(
     nothing = lambda *args, **kwargs: None  # noqa: E731
     names = dict(vars(module))
     names["gl"] = types.SimpleNamespace(
-        constexpr=lambda x: x, float32=torch.float32, int64=torch.int64, static_range=range,
+        constexpr=lambda x: x, float32=torch.float32, int32=torch.int32, int64=torch.int64, static_range=range,
         cdiv=lambda a, b: -(-a // b), program_id=lambda axis: program, num_programs=lambda axis: programs,
         max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis), log=torch.log,
         maximum=lambda a, b: torch.maximum(a, torch.as_tensor(b, dtype=a.dtype)),
@@ -165,7 +171,10 @@ def run_on_cpu(
         full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
         arange=lambda a, b, layout: torch.arange(a, b), where=torch.where, convert_layout=lambda x, layout: x,
         allocate_shared_memory=allocate, warp_specialize=specialize,
-        **dict.fromkeys(("SliceLayout", "NVMMADistributedLayout", "DotOperandLayout", "NVMMASharedLayout"), nothing),
+        **dict.fromkeys(
+            ("BlockedLayout", "SliceLayout", "NVMMADistributedLayout", "DotOperandLayout", "NVMMASharedLayout",
+             "SwizzledSharedLayout"), nothing,
+        ),
     )  # fmt: skip
     names["mbarrier"] = types.SimpleNamespace(
         MBarrierLayout=nothing, wait=wait, arrive=lambda barrier: barrier.change(arrivals=1),
@@ -176,7 +185,7 @@ def run_on_cpu(
         tma=types.SimpleNamespace(store_wait=nothing), fence_async_shared=nothing, load=_load, store=_store,
         reduce_add=reduce_add, view=lambda x, dtype, shape, layout: Shared(x.data.view(shape)),
         bar_sync=meet, bar_arrive=lambda number, threads: meet(number, threads, stay=False),
-        exp2=torch.exp2, here=lambda x: x, own_registers=lambda x: x,
+        exp2=torch.exp2, fetch_add=fetch_add, here=lambda x: x, own_registers=lambda x: x,
         warpgroup_mma=multiply, warpgroup_mma_wait=lambda left, deps: deps[0] if len(deps) == 1 else deps,
     )  # fmt: skip
     for name, x in vars(module).items():

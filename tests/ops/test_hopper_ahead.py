@@ -37,7 +37,7 @@ def forward(mask: str, D: int, E: int, dtype: str = "bf16", persistent: bool = F
     )  # fmt: skip
     types = dict.fromkeys(names, "i32") | dict.fromkeys(constants, "constexpr") | dict(
         q=tile(dtype, 64, D), k=tile(dtype, row.block_s, D), v=tile(dtype, row.block_s, E), output=tile(dtype, 64, E),
-        lse="*fp32", scale="fp32",
+        lse="*fp32", counter="*i32" if persistent else "*fp32", scale="fp32",
     )  # fmt: skip
     source = GluonASTSource(hopper_forward_kernel, types, {(names.index(n),): x for n, x in constants.items()})
     options = dict(num_warps=4, enable_fp_fusion=True)

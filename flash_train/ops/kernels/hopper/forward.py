@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flash_train.ops.features import Terms
-from flash_train.ops.kernels.hopper.shim import bar_arrive, bar_sync, describe, exp2, here, load, store, view
+from flash_train.ops.kernels.hopper.shim import bar_arrive, bar_sync, describe, exp2, fetch_add, here, load, store, view
 from flash_train.ops.kernels.hopper.tables import FORWARD, LONG, SHARED_BYTES, Forward
 from flash_train.ops.kernels.launch import block_size, blocks, compiled_features, empty, run
 from flash_train.ops.kernels.operands import readable
@@ -40,6 +40,8 @@ TURNS = gl.constexpr(8)
 class Rings(NamedTuple):
     """Tiles in shared memory, and the barriers that say of each whether it is full or empty."""
 
+    tile: Any
+    """One integer: which tile the queries are of, if programs walk; more than there are behind the last."""
     q: Any
     k: Any
     v: Any
@@ -128,7 +130,7 @@ def _fetch(x, tiles, full, empty, number, b, g, first, ROWS: gl.constexpr, WIDTH
 
 
 @gluon.jit
-def _produce_tile(q, k, v, rings, tile, done, turn, n, MASK: gl.constexpr, BLOCK_S: gl.constexpr, D: gl.constexpr,
+def _produce_tile(q, k, v, rings, tile, done, n, MASK: gl.constexpr, BLOCK_S: gl.constexpr, D: gl.constexpr,
                   E: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """Queries of a tile, then its keys and values from last to first. Keys are needed, and freed, one step earlier than
     values, and are fetched one step earlier. Returns how many tiles of keys the rings have seen."""
@@ -137,7 +139,6 @@ def _produce_tile(q, k, v, rings, tile, done, turn, n, MASK: gl.constexpr, BLOCK
     end, _, _, count = _key_tiles(block, n, BLOCK_T, BLOCK_S, MASK)
     g = h // n.group
     for i in gl.static_range(CONSUMERS):
-        mbarrier.wait(rings.q_empty.index(i), (turn & 1) ^ 1)
         mbarrier.expect(rings.q_full.index(i), q.block_type.nbytes)
         load(q, [b, h, block * BLOCK_T + i * 64, 0], rings.q_full.index(i),
              view(rings.q.index(i), q.dtype, [1, 1, 64, D], q.layout))  # fmt: skip
@@ -152,18 +153,31 @@ def _produce_tile(q, k, v, rings, tile, done, turn, n, MASK: gl.constexpr, BLOCK
 
 
 @gluon.jit
-def _produce(q, k, v, rings, n, MASK: gl.constexpr, BLOCK_S: gl.constexpr, D: gl.constexpr, E: gl.constexpr,
+def _tell(rings, tile, turn, CONSUMERS: gl.constexpr):
+    """The consumers' next tile, as soon as they have read the queries of the last one."""
+    for i in gl.static_range(CONSUMERS):
+        mbarrier.wait(rings.q_empty.index(i), (turn & 1) ^ 1)
+    rings.tile.store(gl.full([1], tile, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+
+
+@gluon.jit
+def _produce(q, k, v, counter, rings, n, MASK: gl.constexpr, BLOCK_S: gl.constexpr, D: gl.constexpr, E: gl.constexpr,
              CONSUMERS: gl.constexpr, STAGES: gl.constexpr, PERSISTENT: gl.constexpr):  # fmt: skip
     """The warp that fetches."""
+    tile = gl.program_id(0)
     if PERSISTENT:
-        tiles = gl.cdiv(n.T, CONSUMERS * 64) * n.heads
         done = 0
         turn = 0
-        for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-            done = _produce_tile(q, k, v, rings, tile, done, turn, n, MASK, BLOCK_S, D, E, CONSUMERS, STAGES)
+        while tile < gl.cdiv(n.T, CONSUMERS * 64) * n.heads:
+            _tell(rings, tile, turn, CONSUMERS)
+            done = _produce_tile(q, k, v, rings, tile, done, n, MASK, BLOCK_S, D, E, CONSUMERS, STAGES)
+            tile = gl.num_programs(0) + fetch_add(counter)
             turn += 1
+        _tell(rings, tile, turn, CONSUMERS)
+        for i in gl.static_range(CONSUMERS):
+            mbarrier.arrive(rings.q_full.index(i))
     else:
-        _produce_tile(q, k, v, rings, gl.program_id(0), 0, 0, n, MASK, BLOCK_S, D, E, CONSUMERS, STAGES)
+        _produce_tile(q, k, v, rings, tile, 0, n, MASK, BLOCK_S, D, E, CONSUMERS, STAGES)
 
 
 @gluon.jit
@@ -235,7 +249,7 @@ def _step(q_tile, rings, i, p, acc, m, l, low, high, first_key, masked, n, ME: g
 
 
 @gluon.jit
-def _consume_tile(output, lse, rings, tile, done, turn, n, ME: gl.constexpr, MASK: gl.constexpr, BLOCK_S: gl.constexpr,
+def _consume_tile(output, lse, rings, tile, done, n, ME: gl.constexpr, MASK: gl.constexpr, BLOCK_S: gl.constexpr,
                   E: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, PERSISTENT: gl.constexpr,
                   OWN_OUTPUT: gl.constexpr):  # fmt: skip
     """64 queries of a tile, those from 64 ME on. Returns how many tiles of keys the rings have seen."""
@@ -257,7 +271,6 @@ def _consume_tile(output, lse, rings, tile, done, turn, n, ME: gl.constexpr, MAS
     acc = gl.zeros([64, E], gl.float32, ACC)
     m = gl.full([64], LOWEST, gl.float32, gl.SliceLayout(1, SCORES))
     l = _row_sum(gl.zeros([64, BLOCK_S], gl.float32, SCORES), BLOCK_S)
-    mbarrier.wait(rings.q_full.index(ME), turn & 1)
     ahead = 0
     if MASK == "causal":
         # all masked tiles but the last one, each by itself, so that the main loop has no mask: at a seam between two
@@ -310,6 +323,13 @@ def _consume_tile(output, lse, rings, tile, done, turn, n, ME: gl.constexpr, MAS
 
 
 @gluon.jit
+def _told(rings, turn, ME: gl.constexpr):
+    """The tile whose queries are there."""
+    mbarrier.wait(rings.q_full.index(ME), turn & 1)
+    return gl.max(rings.tile.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
 def _consume(output, lse, rings, n, ME: gl.constexpr, MASK: gl.constexpr, BLOCK_S: gl.constexpr, E: gl.constexpr,
              CONSUMERS: gl.constexpr, STAGES: gl.constexpr, PERSISTENT: gl.constexpr,
              OWN_OUTPUT: gl.constexpr):  # fmt: skip
@@ -317,28 +337,31 @@ def _consume(output, lse, rings, n, ME: gl.constexpr, MASK: gl.constexpr, BLOCK_
     if ME == CONSUMERS - 1:
         bar_arrive(TURNS, 256)
     if PERSISTENT:
-        tiles = gl.cdiv(n.T, CONSUMERS * 64) * n.heads
         done = 0
         turn = 0
-        for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-            done = _consume_tile(output, lse, rings, tile, done, turn, n, ME, MASK, BLOCK_S, E, CONSUMERS, STAGES,
-                                 PERSISTENT, OWN_OUTPUT)  # fmt: skip
+        tile = _told(rings, turn, ME)
+        while tile < gl.cdiv(n.T, CONSUMERS * 64) * n.heads:
+            done = _consume_tile(output, lse, rings, tile, done, n, ME, MASK, BLOCK_S, E, CONSUMERS, STAGES, PERSISTENT,
+                                 OWN_OUTPUT)  # fmt: skip
             turn += 1
+            tile = _told(rings, turn, ME)
     else:
-        _consume_tile(output, lse, rings, gl.program_id(0), 0, 0, n, ME, MASK, BLOCK_S, E, CONSUMERS, STAGES,
-                      PERSISTENT, OWN_OUTPUT)  # fmt: skip
+        mbarrier.wait(rings.q_full.index(ME), 0)
+        _consume_tile(output, lse, rings, gl.program_id(0), 0, n, ME, MASK, BLOCK_S, E, CONSUMERS, STAGES, PERSISTENT,
+                      OWN_OUTPUT)  # fmt: skip
     if ME == 0:
         bar_sync(TURNS, 256)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["heads", "H", "group", "T", "S", "left", "right", "shift"])
-def hopper_forward_kernel(q, k, v, output, lse, heads, H, group, T, S, left, right, shift, scale, MASK: gl.constexpr,
-                          BLOCK_S: gl.constexpr, D: gl.constexpr, E: gl.constexpr, CONSUMERS: gl.constexpr,
-                          STAGES: gl.constexpr, PERSISTENT: gl.constexpr, OWN_OUTPUT: gl.constexpr,
-                          REGISTERS: gl.constexpr, FEW_REGISTERS: gl.constexpr):  # fmt: skip
-    """A program has a tile of CONSUMERS x 64 queries or, PERSISTENT, walks over several. (With the code of that walk
-    around it a single tile takes longer.)"""
+def hopper_forward_kernel(q, k, v, output, lse, counter, heads, H, group, T, S, left, right, shift, scale,
+                          MASK: gl.constexpr, BLOCK_S: gl.constexpr, D: gl.constexpr, E: gl.constexpr,
+                          CONSUMERS: gl.constexpr, STAGES: gl.constexpr, PERSISTENT: gl.constexpr,
+                          OWN_OUTPUT: gl.constexpr, REGISTERS: gl.constexpr,
+                          FEW_REGISTERS: gl.constexpr):  # fmt: skip
+    """A program has a tile of CONSUMERS x 64 queries or, PERSISTENT, takes one after another, the next one that no
+    other program has: `counter` counts from 0."""
     SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     q_tiles = gl.allocate_shared_memory(q.dtype, [CONSUMERS, 64, D], SHARED)
@@ -349,6 +372,7 @@ def hopper_forward_kernel(q, k, v, output, lse, heads, H, group, T, S, left, rig
     else:
         out_tiles = q_tiles
     rings = Rings(
+        gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         q_tiles, k_tiles, v_tiles, out_tiles,
         gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER),
@@ -374,7 +398,7 @@ def hopper_forward_kernel(q, k, v, output, lse, heads, H, group, T, S, left, rig
                         OWN_OUTPUT)),
             (_consume, (output, lse, rings, n, gl.constexpr(1), MASK, BLOCK_S, E, CONSUMERS, STAGES, PERSISTENT,
                         OWN_OUTPUT)),
-            (_produce, (q, k, v, rings, n, MASK, BLOCK_S, D, E, CONSUMERS, STAGES, PERSISTENT)),
+            (_produce, (q, k, v, counter, rings, n, MASK, BLOCK_S, D, E, CONSUMERS, STAGES, PERSISTENT)),
         ], [4, 1], [REGISTERS, FEW_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
@@ -384,7 +408,7 @@ def hopper_forward_kernel(q, k, v, output, lse, heads, H, group, T, S, left, rig
                         OWN_OUTPUT)),
             (_consume, (output, lse, rings, n, gl.constexpr(2), MASK, BLOCK_S, E, CONSUMERS, STAGES, PERSISTENT,
                         OWN_OUTPUT)),
-            (_produce, (q, k, v, rings, n, MASK, BLOCK_S, D, E, CONSUMERS, STAGES, PERSISTENT)),
+            (_produce, (q, k, v, counter, rings, n, MASK, BLOCK_S, D, E, CONSUMERS, STAGES, PERSISTENT)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, FEW_REGISTERS])  # fmt: skip
 
 
@@ -415,11 +439,12 @@ def hopper_forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tenso
     tiles = blocks(T, block_t) * B * H
     programs = tiles if T > LONG else min(tiles, multiprocessors(q.device))
     persistent = programs < tiles
+    counter = empty(q, 1, dtype=torch.int32).zero_() if persistent else lse  # which then is not read
     inputs = [describe(readable(x), *tile) for x, tile in ((q, (64, d)), (k, (row.block_s, d)), (v, (row.block_s, e)))]
     run(
         hopper_forward_kernel, q.device, programs, Launch(block_t, row.block_s, 4, row.stages),
         ("hopper forward", q.device, q.dtype, D, E, mask, persistent),
-        *inputs, describe(output, 64, e), lse, B * H, H, H // G, T, S, terms.left, terms.right,
+        *inputs, describe(output, 64, e), lse, counter, B * H, H, H // G, T, S, terms.left, terms.right,
         0 if terms.top_left else S - T, terms.scale * LOG2_E, mask, row.block_s, d, e, row.consumers, row.stages,
         persistent, owns_output(row, d, e, persistent), row.registers, row.few_registers,
     )  # fmt: skip

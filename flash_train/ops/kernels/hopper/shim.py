@@ -13,7 +13,19 @@ from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-__all__ = ["bar_arrive", "bar_sync", "describe", "exp2", "here", "load", "own_registers", "reduce_add", "store", "view"]
+__all__ = [
+    "bar_arrive",
+    "bar_sync",
+    "describe",
+    "exp2",
+    "fetch_add",
+    "here",
+    "load",
+    "own_registers",
+    "reduce_add",
+    "store",
+    "view",
+]
 
 load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 """(descriptor, coordinates, barrier, destination in shared memory): by the copy engine."""
@@ -74,6 +86,17 @@ def bar_arrive(NUMBER: gl.constexpr, THREADS: gl.constexpr):
 def exp2(x):
     """The hardware's, small results flushed to 0."""
     return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def fetch_add(pointer):
+    """The 32-bit integer at the pointer, to which 1 is added. For a partition of one warp."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred first; .reg .b32 lane, found; mov.b32 found, 0; mov.u32 lane, %laneid; "
+        "setp.eq.u32 first, lane, 0; @first atom.global.add.u32 found, [$1], 1; "
+        "shfl.sync.idx.b32 $0, found, 0, 31, 0xffffffff; }",
+        "=r,l,~{memory}", [pointer.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit
