@@ -14,6 +14,8 @@ from torch import Tensor
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.language import constexpr
 
+from flash_train.ops.kernels.hopper import shim
+
 TIMEOUT = 20.0
 """Seconds after which a wait is a deadlock."""
 
@@ -185,11 +187,11 @@ def run_on_cpu(
         tma=types.SimpleNamespace(store_wait=nothing), fence_async_shared=nothing, load=_load, store=_store,
         reduce_add=reduce_add, view=lambda x, dtype, shape, layout: Shared(x.data.view(shape)),
         bar_sync=meet, bar_arrive=lambda number, threads: meet(number, threads, stay=False),
-        exp2=torch.exp2, fetch_add=fetch_add, here=lambda x: x, own_registers=lambda x: x,
+        exp2=torch.exp2, fetch_add=fetch_add, layout_of=nothing, own_registers=lambda x: x,
         warpgroup_mma=multiply, warpgroup_mma_wait=lambda left, deps: deps[0] if len(deps) == 1 else deps,
     )  # fmt: skip
     for name, x in vars(module).items():
-        if isinstance(x, GluonJITFunction) and x.__module__ == module.__name__:
+        if isinstance(x, GluonJITFunction) and x.__module__ != shim.__name__:
             body = vars(x)["fn"]
             names[name] = types.FunctionType(body.__code__, names, name, body.__defaults__)
         elif isinstance(x, constexpr):

@@ -1,4 +1,4 @@
-"""Every row of the Hopper kernels' tables compiles for sm_90, fits, spills next to nothing, keeps products in flight.
+"""Every row of the Hopper kernels' tables compiles for sm_90, fits, spills nothing, keeps products in flight.
 
 In a process of its own, without TRITON_INTERPRET: interpreted functions cannot be compiled.
 """
@@ -19,8 +19,6 @@ from flash_train.ops.kernels.hopper.forward import hopper_forward_kernel, owns_o
 from flash_train.ops.kernels.hopper.tables import FORWARD, SHARED_BYTES
 from tests.ops.ptxas import verdict
 
-SPILLED = {("causal", 64, False): 12, ("causal", 64, True): 140, ("window", 64, False): 64}
-"""Bytes a thread, Triton 3.6.0 and 3.7.1, the larger; none of them in a main loop that has no mask."""
 LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
 
 
@@ -51,5 +49,5 @@ def test_the_forward_compiles_without_a_spill_or_a_product_that_waits(mask, size
     kernel = forward(mask, *sizes, dtype="fp16" if mask == "window" else "bf16", persistent=persistent)
     said = verdict(kernel)
     assert kernel.metadata.shared <= SHARED_BYTES
-    assert said.spilled <= SPILLED.get((mask, sizes[0], persistent), 0) and said.warnings == []
+    assert said.spilled == 0 and said.warnings == []
     assert "setmaxnreg" in kernel.asm["ptx"], "no registers move from the producer to the consumers"

@@ -20,10 +20,11 @@ from flash_train.ops.kernels.hopper.tables import BACKWARD, SHARED_BYTES
 from tests.ops.ptxas import verdict
 
 SPILLED = {
-    ("full", 64): 36, ("causal", 64): 48, ("window", 64): 108,
-    ("full", 128): 16, ("causal", 128): 16, ("window", 128): 44,
+    ("full", 64): 84, ("causal", 64): 92, ("window", 64): 112,
+    ("full", 128): 8, ("causal", 128): 8, ("window", 128): 52,
 }  # fmt: skip
-"""Bytes a thread, Triton 3.6.0 and 3.7.1, the larger."""
+"""Bytes a thread, Triton 3.6.0 and 3.7.1, the larger. Most are written and read outside the loop: a step of width 64
+reads at most three numbers again."""
 TARGET = GPUTarget("cuda", 90, 32)
 ROW = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 

@@ -29,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flash_train.ops.features import Terms
+from flash_train.ops.kernels.hopper.masks import hide
 from flash_train.ops.kernels.hopper.shim import bar_sync, describe, exp2, load, own_registers, reduce_add, store, view
 from flash_train.ops.kernels.hopper.tables import BACKWARD
 from flash_train.ops.kernels.launch import block_size, blocks, compiled_features, empty, run
@@ -130,17 +131,6 @@ def _query_tiles(block, n, BLOCK_T: gl.constexpr, BLOCK_S: gl.constexpr, MASK: g
 
 
 @gluon.jit
-def _hide(s, low, high, first_query, BLOCK_T: gl.constexpr, MASK: gl.constexpr, SCORES: gl.constexpr):
-    """S^T: minus infinity where the query does not see the key: queries low to high - 1 see it, a number a key. (A
-    thread has two keys and many queries.)"""
-    columns = gl.arange(0, BLOCK_T, gl.SliceLayout(0, SCORES))[None, :]
-    seen = columns >= (low - first_query)[:, None]
-    if MASK == "window":
-        seen = seen & (columns < (high - first_query)[:, None])
-    return gl.where(seen, s, float("-inf"))
-
-
-@gluon.jit
 def _produce(q, k, v, do, start_s, start_dp, rings, n, MASK: gl.constexpr, BLOCK_T: gl.constexpr, W: gl.constexpr,
              STAGES: gl.constexpr):  # fmt: skip
     """The warp that fetches: 128 keys and values, then the queries that see them and their dO, head by head."""
@@ -201,7 +191,7 @@ def _step(dq, rings, done, head, first_query, masked, low, high, dk, dv, n, ME: 
     dp = warpgroup_mma(rings.v.index(ME), do_tile.permute((1, 0)), dp, is_async=True)
     s = warpgroup_mma_wait(1, deps=(s,))  # dP
     if masked:  # in one loop: with a loop for each kind of tile, more is spilled
-        s = _hide(s, low, high, first_query, BLOCK_T, MASK, SCORES)
+        s = hide(s, low, high, first_query, BLOCK_T, True, MASK == "window")
     p = exp2(s * n.log2_scale)
     p_operand = gl.convert_layout(p.to(rings.k.dtype), OPERAND)
     dp = warpgroup_mma_wait(0, deps=(dp,))

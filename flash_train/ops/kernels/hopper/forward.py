@@ -23,7 +23,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flash_train.ops.features import Terms
-from flash_train.ops.kernels.hopper.shim import bar_arrive, bar_sync, describe, exp2, fetch_add, here, load, store, view
+from flash_train.ops.kernels.hopper.masks import hide
+from flash_train.ops.kernels.hopper.shim import bar_arrive, bar_sync, describe, exp2, fetch_add, load, store, view
 from flash_train.ops.kernels.hopper.tables import FORWARD, LONG, SHARED_BYTES, Forward
 from flash_train.ops.kernels.launch import block_size, blocks, compiled_features, empty, run
 from flash_train.ops.kernels.operands import readable
@@ -106,18 +107,6 @@ def _key_tiles(block, n, BLOCK_T: gl.constexpr, BLOCK_S: gl.constexpr, MASK: gl.
     count = end - start
     whole = min(max(end - full_end, 1), count)
     return end, whole, min(max(end - full, whole), count), count
-
-
-@gluon.jit
-def _hide(s, low, high, first_key, BLOCK_S: gl.constexpr, MASK: gl.constexpr, SCORES: gl.constexpr):
-    """Scores of keys that a row does not see become minus infinity: it sees keys low to high - 1."""
-    keys = gl.arange(0, BLOCK_S, gl.SliceLayout(0, SCORES))[None, :]
-    if MASK == "window":  # in the main loop, where the numbers of all keys would fill registers
-        keys += here(first_key)
-        seen = (keys < high[:, None]) & (keys >= low[:, None])
-    else:
-        seen = keys < (high - first_key)[:, None]
-    return gl.where(seen, s, float("-inf"))
 
 
 @gluon.jit
@@ -219,7 +208,7 @@ def _scores(q_tile, rings, i, m, l, low, high, first_key, n, ME: gl.constexpr, B
     bar_arrive(TURNS + (ME + 1) % CONSUMERS, 256)
     s = warpgroup_mma_wait(0, deps=(s,))
     mbarrier.arrive(rings.k_empty.index(stage))
-    return _softmax(_hide(s, low, high, first_key, BLOCK_S, MASK, SCORES), m, l, n, BLOCK_S)
+    return _softmax(hide(s, low, high, first_key, BLOCK_S, MASK == "window", True), m, l, n, BLOCK_S)
 
 
 @gluon.jit
@@ -239,7 +228,7 @@ def _step(q_tile, rings, i, p, acc, m, l, low, high, first_key, masked, n, ME: g
     mbarrier.arrive(rings.k_empty.index(stage))
     if MASK == "window":
         if masked:
-            s = _hide(s, low, high, first_key, BLOCK_S, MASK, SCORES)
+            s = hide(s, low, high, first_key, BLOCK_S, MASK == "window", True)
     new, shrink, m, l = _softmax(s, m, l, n, BLOCK_S)
     acc, p = warpgroup_mma_wait(0, deps=(acc, p))
     mbarrier.arrive(rings.v_empty.index(before))

@@ -19,7 +19,6 @@ __all__ = [
     "describe",
     "exp2",
     "fetch_add",
-    "here",
     "load",
     "own_registers",
     "reduce_add",
@@ -63,6 +62,12 @@ def view(x: Any, dtype: Any, shape: Any, layout: Any, _semantic: Any = None) -> 
     return change(dtype, shape, layout, _semantic=_semantic)
 
 
+@builtin
+def layout_of(x: Any, _semantic: Any = None) -> Any:
+    """How a tensor's elements are spread over threads."""
+    return x.type.layout
+
+
 @gluon.constexpr_function
 def _barrier(what, number, threads):
     return f"bar.{what} {number}, {threads}; mov.u32 $0, 0;"
@@ -97,12 +102,6 @@ def fetch_add(pointer):
         "shfl.sync.idx.b32 $0, found, 0, 31, 0xffffffff; }",
         "=r,l,~{memory}", [pointer.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
-
-
-@gluon.jit
-def here(x):
-    """The integer `x`. What is made of it is made behind this place: before a loop it would fill registers."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
