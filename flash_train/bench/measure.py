@@ -14,7 +14,7 @@ from torch._functorch import config as functorch_config
 from flash_train.bench.cases import Case, Inputs, make_inputs
 from flash_train.bench.clock import graph_size, peak_bytes, sample, stretch
 from flash_train.bench.contestants import CONTESTANTS, Unavailable
-from flash_train.bench.settings import Settings
+from flash_train.bench.settings import Contest, Settings
 from flash_train.bench.truth import Errors, Truth
 from flash_train.bench.work import Call, Work, captured, compiled
 
@@ -62,33 +62,44 @@ class Entry:
 
 def measure(case: Case, settings: Settings) -> list[Entry]:
     """One entry for each contestant, in their order. Rounds visit them in turns, every second round backwards."""
+    with admitted(case, settings, graph=settings.graph) as (entries, works):
+        for index in range(settings.rounds):
+            for entry in entries[:: -1 if index % 2 else 1]:
+                if entry.status == "ok":
+                    with noted(entry):
+                        _time(entry, works[entry.contestant], settings)
+    return entries
+
+
+@contextmanager
+def admitted(case: Case, contest: Contest, *, graph: bool = False) -> Iterator[tuple[list[Entry], dict[str, Work]]]:
+    """One entry for each contestant, in their order, and by name the work of those that take the problem and whose
+    answers are right. Whatever is compiled has been, and every call been made, before the body of `with` runs.
+
+    `graph`: their answers are those that the replay of a CUDA graph leaves.
+    """
     torch.compiler.reset()  # what was compiled for other shapes counts as a recompilation
     with (
         dynamo_config.patch(fail_on_recompile_limit_hit=True),  # else it would go on eagerly, with a warning alone
         functorch_config.patch(donated_buffer=False),  # else a compiled backward can run only once
     ):
-        inputs = make_inputs(case, device=settings.device, dtype=settings.dtype, seed=settings.seed)
+        inputs = make_inputs(case, device=contest.device, dtype=contest.dtype, seed=contest.seed)
         truth = Truth(case, inputs)
-        entries = [Entry(case=case, contestant=name) for name in settings.contestants]
-        works = {entry.contestant: work for entry in entries if (work := _admit(entry, inputs, truth, settings))}
-        for index in range(settings.rounds):
-            for entry in entries[:: -1 if index % 2 else 1]:
-                if entry.status == "ok":
-                    with _noted(entry):
-                        _time(entry, works[entry.contestant], settings)
-    return entries
+        entries = [Entry(case=case, contestant=name) for name in contest.contestants]
+        works = {e.contestant: work for e in entries if (work := _admit(e, inputs, truth, contest, graph=graph))}
+        yield entries, works
 
 
-def _admit(entry: Entry, inputs: Inputs, truth: Truth, settings: Settings) -> Work | None:
+def _admit(entry: Entry, inputs: Inputs, truth: Truth, contest: Contest, *, graph: bool) -> Work | None:
     """The contestant's work, if it takes the problem and its answer is right; else the entry says why not."""
-    with _noted(entry):
+    with noted(entry):
         contestant = CONTESTANTS[entry.contestant](entry.case, inputs)
         entry.ran = contestant.ran
-        if settings.compile_mode is not None:
-            contestant = compiled(contestant, settings.compile_mode)
-        work = Work(contestant, entry.case, inputs, gradients=settings.directions != ("forward",))
+        if contest.compile_mode is not None:
+            contestant = compiled(contestant, contest.compile_mode)
+        work = Work(contestant, entry.case, inputs, gradients=contest.directions != ("forward",))
         rewritten = _rewritten()
-        results = work.results(graph=settings.graph)
+        results = work.results(graph=graph)
         if entry.contestant == "naive" and _rewritten() > rewritten:
             raise Unavailable("the compiler replaced it by scaled_dot_product_attention")
         entry.errors = truth.errors(results)
@@ -97,8 +108,8 @@ def _admit(entry: Entry, inputs: Inputs, truth: Truth, settings: Settings) -> Wo
         if entry.errors.fault is not None:
             entry.status, entry.why = "wrong", entry.errors.fault
             return None
-        for direction in settings.directions:
-            entry.peak_bytes[direction] = peak_bytes(lambda d=direction: work.call(d), settings.device)
+        for direction in contest.directions:
+            entry.peak_bytes[direction] = peak_bytes(lambda d=direction: work.call(d), contest.device)
         return work
     return None
 
@@ -122,7 +133,7 @@ def _rewritten() -> int:
 
 
 @contextmanager
-def _noted(entry: Entry) -> Iterator[None]:
+def noted(entry: Entry) -> Iterator[None]:
     """An exception becomes the entry's status: one contestant's failure is no end of the others' contest."""
     try:
         with warnings.catch_warnings():

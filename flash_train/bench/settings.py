@@ -1,4 +1,4 @@
-"""What a run of `flash-bench` is asked to do, checked before anything is timed."""
+"""What a run of `flash-bench` or `flash-traffic` is asked to do, checked before anything is measured."""
 
 import math
 from collections.abc import Mapping
@@ -14,59 +14,93 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """The keys of conf/bench.yaml; what each means stands there."""
+class Contest:
+    """Who meets on which problems: the keys that conf/bench.yaml and conf/traffic.yaml share, explained there."""
 
     cases: tuple[Case, ...]
     contestants: tuple[str, ...]
     directions: tuple[str, ...]
     device: torch.device
     dtype: torch.dtype
-    rounds: int
-    seconds: float
-    reference: str
-    graph: bool
     compile_mode: str | None
     """torch.compile's mode; None: not compiled."""
     seed: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class Settings(Contest):
+    """The keys of conf/bench.yaml; what each means stands there."""
+
+    rounds: int
+    seconds: float
+    reference: str
+    graph: bool
+
+
 def read_settings(config: Mapping[str, Any]) -> Settings:
     """The settings in a composed configuration. Raises ValueError, in one sentence, for what makes no measurement."""
-    contestants = _some_of("contestants", config["contestants"], tuple(CONTESTANTS))
-    directions = _some_of("directions", config["directions"], tuple(DIRECTIONS))
-    cases = config["preset"].get("cases")
-    if not isinstance(cases, list) or not cases or not all(isinstance(node, dict) for node in cases):
-        raise ValueError(f"preset.cases must be a list of shapes like {{B: 2, H: 6, T: 512, D: 64}}, got {cases!r}")
-    for key, least in (("rounds", 1), ("seed", 0)):
-        if not isinstance(config[key], int) or isinstance(config[key], bool) or config[key] < least:
-            raise ValueError(f"{key} must be a whole number from {least} on, got {config[key]!r}")
+    contest = _read_contest(config, tuple(DIRECTIONS))
+    _whole("rounds", config["rounds"], 1)
     seconds = config["seconds"]
     if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not 0 < seconds < math.inf:
         raise ValueError(f"seconds must be a positive number, got {seconds!r}")
-    if config["dtype"] not in DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {config['dtype']!r}")
     if config["reference"] not in CONTESTANTS:
         raise ValueError(f"reference must be one of {', '.join(CONTESTANTS)}, got {config['reference']!r}")
-    for key, flag in (("graph", config["graph"]), ("compile.enabled", config["compile"]["enabled"])):
-        if not isinstance(flag, bool):
-            raise ValueError(f"{key} must be true or false, got {flag!r}")
-    device = _device(config["device"])
-    if config["graph"] and device.type != "cuda":
+    _flag("graph", config["graph"])
+    if config["graph"] and contest.device.type != "cuda":
         raise ValueError("graph=true replays a CUDA graph and needs device=cuda, got device=cpu")
     return Settings(
-        cases=tuple(read_case(node, key=f"preset.cases[{index}]") for index, node in enumerate(cases)),
-        contestants=contestants,
-        directions=directions,
-        device=device,
-        dtype=DTYPES[config["dtype"]],
+        **vars(contest),
         rounds=config["rounds"],
         seconds=float(seconds),
         reference=config["reference"],
         graph=config["graph"],
+    )
+
+
+def read_traffic(config: Mapping[str, Any]) -> Contest:
+    """As `read_settings`, for `flash-traffic`: on a GPU, and no two problems of the same T."""
+    if not torch.cuda.is_available():
+        raise ValueError(
+            "the bytes that are counted are those of a GPU's memory, and torch sees no CUDA device; run it where there "
+            "is one"
+        )
+    contest = _read_contest({**config, "device": "cuda"}, ("forward", "backward"))
+    lengths = [case.T for case in contest.cases]
+    if len(set(lengths)) < len(lengths):
+        raise ValueError(f"preset.cases must differ in T, by which they are drawn, got T={lengths}; try preset=traffic")
+    return contest
+
+
+def _read_contest(config: Mapping[str, Any], directions: tuple[str, ...]) -> Contest:
+    contestants = _some_of("contestants", config["contestants"], tuple(CONTESTANTS))
+    directions = _some_of("directions", config["directions"], directions)
+    cases = config["preset"].get("cases")
+    if not isinstance(cases, list) or not cases or not all(isinstance(node, dict) for node in cases):
+        raise ValueError(f"preset.cases must be a list of shapes like {{B: 2, H: 6, T: 512, D: 64}}, got {cases!r}")
+    _whole("seed", config["seed"], 0)
+    if config["dtype"] not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {config['dtype']!r}")
+    _flag("compile.enabled", config["compile"]["enabled"])
+    return Contest(
+        cases=tuple(read_case(node, key=f"preset.cases[{index}]") for index, node in enumerate(cases)),
+        contestants=contestants,
+        directions=directions,
+        device=_device(config["device"]),
+        dtype=DTYPES[config["dtype"]],
         compile_mode=config["compile"]["mode"] if config["compile"]["enabled"] else None,
         seed=config["seed"],
     )
+
+
+def _whole(key: str, given: object, least: int) -> None:
+    if not isinstance(given, int) or isinstance(given, bool) or given < least:
+        raise ValueError(f"{key} must be a whole number from {least} on, got {given!r}")
+
+
+def _flag(key: str, given: object) -> None:
+    if not isinstance(given, bool):
+        raise ValueError(f"{key} must be true or false, got {given!r}")
 
 
 def _some_of(key: str, given: object, names: tuple[str, ...]) -> tuple[str, ...]:
