@@ -10,7 +10,8 @@ from flash_train.ops.attention import Mask, Score, choose_implementation, flash_
 from flash_train.ops.features import UNBOUNDED, Terms
 from flash_train.ops.kernels import forward as portable
 from flash_train.ops.kernels.hopper import forward
-from flash_train.ops.kernels.hopper.forward import Numbers, _key_tiles
+from flash_train.ops.kernels.hopper.forward import Numbers
+from flash_train.ops.kernels.hopper.places import key_tiles
 from tests.ops.cases import Case, inputs
 from tests.ops.errors import check, results
 from tests.ops.gluon import run_on_cpu
@@ -37,7 +38,7 @@ def test_the_key_tiles_of_a_block_are_those_that_it_sees_and_the_unmasked_ones_a
         seen = visible(T, S, left, right, shift)
         n = Numbers(1, 1, 1, T, S, left, right, shift, 1.0)
         for block in range(-(-T // block_t)):
-            end, whole, part, count = vars(_key_tiles)["fn"](block, n, block_t, block_s, mask)
+            end, whole, part, count = vars(key_tiles)["fn"](block, n, block_t, block_s, mask)
             rows = seen[block * block_t : (block + 1) * block_t]
             visited = [end - 1 - i for i in range(count)]
             assert count >= 1 and min(visited) >= 0 and 1 <= whole <= part <= count

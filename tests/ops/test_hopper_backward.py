@@ -8,8 +8,9 @@ import torch
 from flash_train.ops.attention import Mask, flash_attention_with_lse
 from flash_train.ops.choice import hopper_backward_obstacle
 from flash_train.ops.features import UNBOUNDED, Terms
-from flash_train.ops.kernels.hopper import backward
-from flash_train.ops.kernels.hopper.backward import Numbers, _query_tiles, hopper_backward, hopper_backward_kernel
+from flash_train.ops.kernels.hopper import backward, rows
+from flash_train.ops.kernels.hopper.backward import Numbers, hopper_backward, hopper_backward_kernel
+from flash_train.ops.kernels.hopper.places import query_tiles
 from flash_train.ops.kernels.launch import run
 from tests.ops.gluon import run_on_cpu
 from tests.ops.test_hopper import visible
@@ -26,7 +27,7 @@ def test_the_query_tiles_of_a_block_are_those_that_see_it_and_the_unmasked_ones_
         seen = visible(T, S, left, right, shift)
         n = Numbers(1, 1, 1, T, S, left, right, shift, 1.0, 1.0)
         for block in range(-(-S // block_s)):
-            start, full, full_end, end = vars(_query_tiles)["fn"](block, n, block_t, block_s, mask)
+            start, full, full_end, end = vars(query_tiles)["fn"](block, n, block_t, block_s, mask)
             keys = seen[:, block * block_s : (block + 1) * block_s]
             assert 0 <= start <= full <= full_end <= end
             assert set(range(start, end)) == {t // block_t for t in keys.any(1).nonzero().flatten().tolist()}
@@ -70,7 +71,8 @@ def check_on_the_cpu(q, k, v, mask, scale, monkeypatch):
         return torch.full(shape, float("nan"), dtype=dtype or like.dtype)
 
     monkeypatch.setattr(backward, "run", run_here)
-    monkeypatch.setattr(backward, "empty", with_nan)
+    for module in (backward, rows):
+        monkeypatch.setattr(module, "empty", with_nan)
     left, right = (UNBOUNDED if x is None else x for x in mask.window or (None, None))
     terms = Terms(scale, left=left, right=0 if mask.causal else right, top_left=mask.alignment == "top_left")
     saved = [x.detach() for x in (do, dl, q, k, v, output, lse)]

@@ -7,15 +7,12 @@ rows, so that P^T and dS^T are operands of dV += P^T dO and dK += dS^T Q where t
 through shared memory for dQ = dS K alone, which the copy engine adds to an fp32 tensor in global memory. In what order
 programs add there differs from run to run, and so does dQ's rounding; dK and dV do not.
 
-The sums of S^T and dP^T begin at -L / scale and -delta instead of 0: neither takes registers then. Around the kernel go
-two small ones: one makes these rows, one turns dQ to the inputs' dtype.
+The sums of S^T and dP^T begin at -L / scale and -delta instead of 0 (`rows.py`): neither takes registers then.
 """
 
 from typing import Any, NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -30,23 +27,19 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flash_train.ops.features import Terms
 from flash_train.ops.kernels.hopper.masks import hide
+from flash_train.ops.kernels.hopper.places import locate, query_tiles
+from flash_train.ops.kernels.hopper.rows import begin, finish
 from flash_train.ops.kernels.hopper.shim import bar_sync, describe, exp2, load, own_registers, reduce_add, store, view
 from flash_train.ops.kernels.hopper.tables import BACKWARD
 from flash_train.ops.kernels.launch import block_size, blocks, compiled_features, empty, run
-from flash_train.ops.kernels.operands import as_numbers, large, readable, vector
+from flash_train.ops.kernels.operands import readable
 from flash_train.ops.kernels.tables import Launch
-from flash_train.ops.kernels.tiles import load_tile
 
 LOG2_E = 1.4426950408889634
 BOTH = gl.constexpr(8)
 """The named barrier at which the two warpgroups wait for each other."""
 NEVER = gl.constexpr(2**31 - 1)
 """The first query that sees a key behind the last one."""
-HIGHEST = tl.constexpr(1.0e30)
-"""The log-sum-exp of a row that saw nothing or is none: exp(s - 1e30) is 0, and nothing here is inf - inf."""
-ROWS = Launch(block_t=64, block_s=0, warps=4, stages=1)
-FINISH = Launch(block_t=4096, block_s=0, warps=8, stages=1)
-"""`rows_kernel` and `finish_kernel` read each element once; block_t counts rows of the one, elements of the other."""
 
 
 class Rings(NamedTuple):
@@ -93,49 +86,13 @@ class Numbers(NamedTuple):
 
 
 @gluon.jit
-def _locate(n, BLOCK_S: gl.constexpr):
-    """(block, b, g) of this program: key heads in groups whose queries stay in the L2 cache, the first keys, which have
-    the most rows, first."""
-    TOGETHER: gl.constexpr = 8
-    blocks = gl.cdiv(n.S, BLOCK_S)
-    group = gl.program_id(0) // (TOGETHER * blocks)
-    here = min(TOGETHER, n.key_heads - group * TOGETHER)
-    rest = gl.program_id(0) - group * TOGETHER * blocks
-    block = rest // here
-    head = group * TOGETHER + rest - block * here
-    b = head // n.G
-    return block, b, head - b * n.G
-
-
-@gluon.jit
-def _query_tiles(block, n, BLOCK_T: gl.constexpr, BLOCK_S: gl.constexpr, MASK: gl.constexpr):
-    """(start, full, full_end, end): query tiles start to end - 1 see a key of the block; in those from `full` to
-    `full_end` - 1 every query sees every key, and no key is S or more. (Rows from T on contribute 0 without this.)"""
-    tiles = (n.T + BLOCK_T - 1) // BLOCK_T
-    first = block * BLOCK_S - n.shift  # the queries that stand beside the first and the last key
-    last = min(block * BLOCK_S + BLOCK_S, n.S) - 1 - n.shift
-    if MASK == "full":
-        start, full = 0, n.T * 0
-    else:
-        start = max(first - n.right, 0) // BLOCK_T if first - n.right < n.T else tiles
-        full = (min(max(last - n.right, 0), n.T) + BLOCK_T - 1) // BLOCK_T
-    if MASK == "window":
-        end = max((min(max(last + n.left + 1, 0), n.T) + BLOCK_T - 1) // BLOCK_T, start)
-        full_end = max(first + n.left + 1, 0) // BLOCK_T if first + n.left + 1 < n.T else tiles
-    else:
-        end, full_end = tiles, tiles
-    if block * BLOCK_S + BLOCK_S > n.S:  # of keys from S on there would be infinity * 0 in dQ
-        full = end
-    full = min(max(full, start), end)
-    return start, full, min(max(full_end, full), end), end
-
-
-@gluon.jit
 def _produce(q, k, v, do, start_s, start_dp, rings, n, MASK: gl.constexpr, BLOCK_T: gl.constexpr, W: gl.constexpr,
              STAGES: gl.constexpr):  # fmt: skip
     """The warp that fetches: 128 keys and values, then the queries that see them and their dO, head by head."""
-    block, b, g = _locate(n, 128)
-    start, _, _, end = _query_tiles(block, n, BLOCK_T, 128, MASK)
+    block, key_head = locate(gl.program_id(0), gl.cdiv(n.S, 128), n.key_heads, False)  # the first have the most rows
+    b = key_head // n.G
+    g = key_head - b * n.G
+    start, _, _, end = query_tiles(block, n, BLOCK_T, 128, MASK)
     tiles = (n.T + BLOCK_T - 1) // BLOCK_T
     mbarrier.expect(rings.k_full, 2 * k.block_type.nbytes)
     for half in gl.static_range(2):
@@ -237,8 +194,10 @@ def _consume(dq, dk, dv, rings, n, ME: gl.constexpr, MASK: gl.constexpr, BLOCK_T
     ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, W, 16])
     DQ: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=2)
-    block, b, g = _locate(n, 128)
-    start, full, full_end, end = _query_tiles(block, n, BLOCK_T, 128, MASK)
+    block, key_head = locate(gl.program_id(0), gl.cdiv(n.S, 128), n.key_heads, False)  # the first have the most rows
+    b = key_head // n.G
+    g = key_head - b * n.G
+    start, full, full_end, end = query_tiles(block, n, BLOCK_T, 128, MASK)
     first_key = block * 128 + ME * 64
     keys = first_key + gl.arange(0, 64, gl.SliceLayout(1, SCORES))
     low = gl.where(keys < n.S, keys - n.shift - n.right, NEVER)
@@ -308,42 +267,6 @@ def hopper_backward_kernel(q, k, v, do, start_s, start_dp, dq, dk, dv, key_heads
     ], [4, 1], [REGISTERS, FEW_REGISTERS])  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["H", "T", "padded", "dl_b", "dl_h", "dl_t"],
-            do_not_specialize_on_alignment=["do", "output", "lse", "grad_lse"])  # fmt: skip
-def rows_kernel(do, output, lse, grad_lse, start_s, start_dp, do_strides, o_strides, dl_b, dl_h, dl_t, H, T, padded,
-                scale, E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, WIDTH: tl.constexpr,
-                HAS_GRAD_LSE: tl.constexpr):  # fmt: skip
-    """-L / scale and -delta = dL - rowsum(dO * O), each [B H, padded] fp32: one program, BLOCK_T rows of one head.
-
-    Rows that saw nothing or are none get L = HIGHEST and delta = 0, and so P = dS = 0.
-    """
-    blocks = padded // BLOCK_T
-    head = tl.program_id(0) // blocks
-    first = (tl.program_id(0) - head * blocks) * BLOCK_T
-    b = head // H
-    h = head - b * H
-    rows = first + tl.arange(0, BLOCK_T)
-    grad = load_tile(do, do_strides, b, h, first, T, E, BLOCK_T, BLOCK_E, WIDTH, False).to(tl.float32)
-    o = load_tile(output, o_strides, b, h, first, T, E, BLOCK_T, BLOCK_E, WIDTH, False).to(tl.float32)
-    minus_delta = -tl.sum(grad * o, 1)
-    if HAS_GRAD_LSE:
-        pointers = grad_lse + b.to(tl.int64) * dl_b + h.to(tl.int64) * dl_h
-        minus_delta += tl.load(pointers + rows.to(tl.int64) * dl_t, mask=rows < T, other=0.0)
-    L = tl.load(lse + head.to(tl.int64) * T + rows, mask=rows < T, other=float("-inf"))
-    nothing = L == float("-inf")
-    to = head.to(tl.int64) * padded + rows
-    tl.store(start_s + to, -tl.where(nothing, HIGHEST, L) / scale)
-    tl.store(start_dp + to, tl.where(nothing, 0.0, minus_delta))
-
-
-@triton.jit(do_not_specialize=["octets"])
-def finish_kernel(dq_sum, dq, octets, scale, BLOCK: tl.constexpr):
-    """dQ = scale dS K in the inputs' dtype."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at // 8 < octets  # so that eight elements are known to be read together
-    tl.store(dq + at, (tl.load(dq_sum + at, mask=inside) * scale).to(dq.dtype.element_ty), mask=inside)
-
-
 _ROW = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 
 
@@ -375,8 +298,7 @@ def hopper_backward(
     row = BACKWARD[width]
     tiles = blocks(T, row.block_t)
     padded = tiles * row.block_t  # so that the copy engine, which reads whole blocks, stays in its head
-    start_s, start_dp = (empty(q, B * H, padded, dtype=torch.float32) for _ in range(2))
-    _rows(do, output, lse.contiguous(), grad_lse, start_s, start_dp, padded, terms.scale)
+    start_s, start_dp = begin(do, output, lse, grad_lse, padded, terms.scale)
     dq_sum = empty(q, 1, B * H, T, D, dtype=torch.float32).zero_()
     dq, dk, dv = empty(q, B, H, T, D), empty(k, B, G, S, D), empty(v, B, G, S, E)
     mask = compiled_features(terms, 0)[0]
@@ -389,36 +311,5 @@ def hopper_backward(
         terms.right, 0 if terms.top_left else S - T, terms.scale * LOG2_E, terms.scale, mask, row.block_t,
         width, row.stages, row.registers, row.few_registers,
     )  # fmt: skip
-    octets = dq.numel() // 8
-    run(
-        finish_kernel, q.device, blocks(dq.numel(), FINISH.block_t), FINISH,
-        ("hopper finish", q.device, q.dtype, *large((octets,))), dq_sum, dq, octets, terms.scale, FINISH.block_t,
-    )  # fmt: skip
+    finish(dq_sum, dq, terms.scale)
     return dq, dk, dv
-
-
-def _rows(
-    do: Tensor,
-    output: Tensor,
-    lse: Tensor,
-    grad_lse: Tensor | None,
-    start_s: Tensor,
-    start_dp: Tensor,
-    padded: int,
-    scale: float,
-) -> None:
-    """Fills `start_s` and `start_dp`."""
-    B, H, T, E = output.shape
-    o = readable(output)
-    dl = lse if grad_lse is None else grad_lse
-    width = vector(o.element_size())
-    strides = as_numbers(do.stride()), as_numbers(o.stride())
-    key = (
-        "hopper rows", o.device, do.dtype, o.dtype, dl.dtype, E, width, grad_lse is not None,
-        *(large(x) for x in (*strides, dl.stride())),
-    )  # fmt: skip
-    run(
-        rows_kernel, o.device, padded // ROWS.block_t * B * H, ROWS, key,
-        do, o, lse, dl, start_s, start_dp, *strides, *dl.stride(), H, T, padded, scale, E, ROWS.block_t, block_size(E),
-        width, grad_lse is not None,
-    )  # fmt: skip

@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from flash_train.ops.features import Terms
 from flash_train.ops.kernels.hopper.masks import hide
+from flash_train.ops.kernels.hopper.places import key_tiles, locate
 from flash_train.ops.kernels.hopper.shim import bar_arrive, bar_sync, describe, exp2, fetch_add, load, store, view
 from flash_train.ops.kernels.hopper.tables import FORWARD, LONG, SHARED_BYTES, Forward
 from flash_train.ops.kernels.launch import block_size, blocks, compiled_features, empty, run
@@ -74,42 +75,6 @@ class Numbers(NamedTuple):
 
 
 @gluon.jit
-def _locate(tile, blocks, n, MASK: gl.constexpr):
-    """(block, b, h) of a tile: heads in groups whose keys and values stay in the L2 cache, the longest rows first."""
-    TOGETHER: gl.constexpr = 8
-    group = tile // (TOGETHER * blocks)
-    here = min(TOGETHER, n.heads - group * TOGETHER)
-    rest = tile - group * TOGETHER * blocks
-    block = rest // here
-    head = group * TOGETHER + rest - block * here
-    if MASK != "full":
-        block = blocks - 1 - block
-    b = head // n.H
-    return block, b, head - b * n.H
-
-
-@gluon.jit
-def _key_tiles(block, n, BLOCK_T: gl.constexpr, BLOCK_S: gl.constexpr, MASK: gl.constexpr):
-    """(end, whole, part, count): key tiles end - 1, end - 2, ..., `count` of them. Those from `whole` to `part` - 1 in
-    this order are seen by all queries of the block. One tile at least; if nothing is seen, its mask hides all of it."""
-    top = block * BLOCK_T + n.shift  # the keys that the first and the last query stand beside
-    bottom = min(block * BLOCK_T + BLOCK_T, n.T) - 1 + n.shift
-    if MASK == "full":
-        end, full_end = (n.S + BLOCK_S - 1) // BLOCK_S, n.S // BLOCK_S
-    else:
-        end = (min(max(bottom + n.right + 1, 0), n.S) + BLOCK_S - 1) // BLOCK_S
-        full_end = min(max(top + n.right + 1, 0), n.S) // BLOCK_S
-    start, full = 0, 0
-    if MASK == "window":
-        start = min(max(top - n.left, 0), n.S) // BLOCK_S
-        full = (min(max(bottom - n.left, 0), n.S) + BLOCK_S - 1) // BLOCK_S
-    end = max(end, start + 1)
-    count = end - start
-    whole = min(max(end - full_end, 1), count)
-    return end, whole, min(max(end - full, whole), count), count
-
-
-@gluon.jit
 def _fetch(x, tiles, full, empty, number, b, g, first, ROWS: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr):
     """Rows from `first` on into tile `number` of a ring, as soon as that is empty."""
     stage = number % STAGES
@@ -124,8 +89,10 @@ def _produce_tile(q, k, v, rings, tile, done, n, MASK: gl.constexpr, BLOCK_S: gl
     """Queries of a tile, then its keys and values from last to first. Keys are needed, and freed, one step earlier than
     values, and are fetched one step earlier. Returns how many tiles of keys the rings have seen."""
     BLOCK_T: gl.constexpr = CONSUMERS * 64
-    block, b, h = _locate(tile, gl.cdiv(n.T, BLOCK_T), n, MASK)
-    end, _, _, count = _key_tiles(block, n, BLOCK_T, BLOCK_S, MASK)
+    block, head = locate(tile, gl.cdiv(n.T, BLOCK_T), n.heads, MASK != "full")
+    b = head // n.H
+    h = head - b * n.H
+    end, _, _, count = key_tiles(block, n, BLOCK_T, BLOCK_S, MASK)
     g = h // n.group
     for i in gl.static_range(CONSUMERS):
         mbarrier.expect(rings.q_full.index(i), q.block_type.nbytes)
@@ -248,8 +215,10 @@ def _consume_tile(output, lse, rings, tile, done, n, ME: gl.constexpr, MASK: gl.
     ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, E, 16])
     PROBABILITIES: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=2)
     q_tile, out_tile = rings.q.index(ME), rings.output.index(ME)
-    block, b, h = _locate(tile, gl.cdiv(n.T, BLOCK_T), n, MASK)
-    end, whole, part, count = _key_tiles(block, n, BLOCK_T, BLOCK_S, MASK)
+    block, head = locate(tile, gl.cdiv(n.T, BLOCK_T), n.heads, MASK != "full")
+    b = head // n.H
+    h = head - b * n.H
+    end, whole, part, count = key_tiles(block, n, BLOCK_T, BLOCK_S, MASK)
     first = block * BLOCK_T + ME * 64
     rows = first + gl.arange(0, 64, gl.SliceLayout(1, SCORES))
     low = rows + (n.shift - n.left)
@@ -293,7 +262,7 @@ def _consume_tile(output, lse, rings, tile, done, n, ME: gl.constexpr, MASK: gl.
     empty_row = l_row == 0.0  # which saw nothing: output 0, log-sum-exp minus infinity
     l_safe = gl.where(empty_row, 1.0, l_row)
     gl.store(
-        _rows_of(lse, b * n.H + h, n) + rows,
+        _rows_of(lse, head, n) + rows,
         gl.where(empty_row, float("-inf"), m * LN_2 + gl.log(l_safe)),
         mask=rows < n.T,
     )

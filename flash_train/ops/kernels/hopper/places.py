@@ -1,0 +1,65 @@
+"""Where a program of the Hopper kernels works: its tile, and the tiles on the other side that have to do with it.
+
+`n` is a kernel's `Numbers`: of these T, S, left, right and shift are read.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.jit
+def locate(tile, blocks, heads, LAST_FIRST: gl.constexpr):
+    """(block, head) of a tile, as `tiles.locate` of a program."""
+    TOGETHER: gl.constexpr = 8
+    group = tile // (TOGETHER * blocks)
+    here = min(TOGETHER, heads - group * TOGETHER)
+    rest = tile - group * TOGETHER * blocks
+    block = rest // here
+    head = group * TOGETHER + rest - block * here
+    if LAST_FIRST:
+        block = blocks - 1 - block
+    return block, head
+
+
+@gluon.jit
+def key_tiles(block, n, BLOCK_T: gl.constexpr, BLOCK_S: gl.constexpr, MASK: gl.constexpr):
+    """(end, whole, part, count): key tiles end - 1, end - 2, ..., `count` of them. Those from `whole` to `part` - 1 in
+    this order are seen by all queries of the block. One tile at least; if nothing is seen, its mask hides all of it."""
+    top = block * BLOCK_T + n.shift  # the keys that the first and the last query stand beside
+    bottom = min(block * BLOCK_T + BLOCK_T, n.T) - 1 + n.shift
+    if MASK == "full":
+        end, full_end = (n.S + BLOCK_S - 1) // BLOCK_S, n.S // BLOCK_S
+    else:
+        end = (min(max(bottom + n.right + 1, 0), n.S) + BLOCK_S - 1) // BLOCK_S
+        full_end = min(max(top + n.right + 1, 0), n.S) // BLOCK_S
+    start, full = 0, 0
+    if MASK == "window":
+        start = min(max(top - n.left, 0), n.S) // BLOCK_S
+        full = (min(max(bottom - n.left, 0), n.S) + BLOCK_S - 1) // BLOCK_S
+    end = max(end, start + 1)
+    count = end - start
+    whole = min(max(end - full_end, 1), count)
+    return end, whole, min(max(end - full, whole), count), count
+
+
+@gluon.jit
+def query_tiles(block, n, BLOCK_T: gl.constexpr, BLOCK_S: gl.constexpr, MASK: gl.constexpr):
+    """(start, full, full_end, end): query tiles start to end - 1 see a key of the block; in those from `full` to
+    `full_end` - 1 every query sees every key, and no key is S or more. (Rows from T on contribute 0 without this.)"""
+    tiles = (n.T + BLOCK_T - 1) // BLOCK_T
+    first = block * BLOCK_S - n.shift  # the queries that stand beside the first and the last key
+    last = min(block * BLOCK_S + BLOCK_S, n.S) - 1 - n.shift
+    if MASK == "full":
+        start, full = 0, n.T * 0
+    else:
+        start = max(first - n.right, 0) // BLOCK_T if first - n.right < n.T else tiles
+        full = (min(max(last - n.right, 0), n.T) + BLOCK_T - 1) // BLOCK_T
+    if MASK == "window":
+        end = max((min(max(last + n.left + 1, 0), n.T) + BLOCK_T - 1) // BLOCK_T, start)
+        full_end = max(first + n.left + 1, 0) // BLOCK_T if first + n.left + 1 < n.T else tiles
+    else:
+        end, full_end = tiles, tiles
+    if block * BLOCK_S + BLOCK_S > n.S:  # of keys from S on there would be infinity * 0 in dQ
+        full = end
+    full = min(max(full, start), end)
+    return start, full, min(max(full_end, full), end), end

@@ -1,0 +1,83 @@
+"""The two small kernels around the Hopper backward: one number or two for each row of scores before it, dQ after it."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flash_train.ops.kernels.launch import block_size, blocks, empty, run
+from flash_train.ops.kernels.operands import as_numbers, large, readable, vector
+from flash_train.ops.kernels.tables import Launch
+from flash_train.ops.kernels.tiles import load_tile
+
+HIGHEST = tl.constexpr(1.0e30)
+"""The log-sum-exp of a row that saw nothing or is none: exp(s - 1e30) is 0, and nothing here is inf - inf."""
+ROWS = Launch(block_t=64, block_s=0, warps=4, stages=1)
+FINISH = Launch(block_t=4096, block_s=0, warps=8, stages=1)
+"""Each element is read once; block_t counts rows of the one kernel, elements of the other."""
+
+
+@triton.jit(do_not_specialize=["H", "T", "padded", "dl_b", "dl_h", "dl_t"],
+            do_not_specialize_on_alignment=["do", "output", "lse", "grad_lse"])  # fmt: skip
+def rows_kernel(do, output, lse, grad_lse, start_s, start_dp, do_strides, o_strides, dl_b, dl_h, dl_t, H, T, padded,
+                scale, E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, WIDTH: tl.constexpr,
+                HAS_GRAD_LSE: tl.constexpr):  # fmt: skip
+    """-L / scale and -delta = dL - rowsum(dO * O), each [B H, padded] fp32: one program, BLOCK_T rows of one head.
+
+    Rows that saw nothing or are none get L = HIGHEST and delta = 0, and so P = dS = 0.
+    """
+    blocks = padded // BLOCK_T
+    head = tl.program_id(0) // blocks
+    first = (tl.program_id(0) - head * blocks) * BLOCK_T
+    b = head // H
+    h = head - b * H
+    rows = first + tl.arange(0, BLOCK_T)
+    grad = load_tile(do, do_strides, b, h, first, T, E, BLOCK_T, BLOCK_E, WIDTH, False).to(tl.float32)
+    o = load_tile(output, o_strides, b, h, first, T, E, BLOCK_T, BLOCK_E, WIDTH, False).to(tl.float32)
+    minus_delta = -tl.sum(grad * o, 1)
+    if HAS_GRAD_LSE:
+        pointers = grad_lse + b.to(tl.int64) * dl_b + h.to(tl.int64) * dl_h
+        minus_delta += tl.load(pointers + rows.to(tl.int64) * dl_t, mask=rows < T, other=0.0)
+    L = tl.load(lse + head.to(tl.int64) * T + rows, mask=rows < T, other=float("-inf"))
+    nothing = L == float("-inf")
+    to = head.to(tl.int64) * padded + rows
+    tl.store(start_s + to, -tl.where(nothing, HIGHEST, L) / scale)
+    tl.store(start_dp + to, tl.where(nothing, 0.0, minus_delta))
+
+
+@triton.jit(do_not_specialize=["octets"])
+def finish_kernel(dq_sum, dq, octets, scale, BLOCK: tl.constexpr):
+    """dQ = scale dS K in the inputs' dtype."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at // 8 < octets  # so that eight elements are known to be read together
+    tl.store(dq + at, (tl.load(dq_sum + at, mask=inside) * scale).to(dq.dtype.element_ty), mask=inside)
+
+
+def begin(
+    do: Tensor, output: Tensor, lse: Tensor, grad_lse: Tensor | None, padded: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Where the sums of S^T and dP^T begin: -L / scale and -delta, each [B H, padded] fp32."""
+    B, H, T, E = output.shape
+    start_s, start_dp = (empty(lse, B * H, padded) for _ in range(2))
+    o, lse = readable(output), lse.contiguous()  # under vmap it may be one that was expanded
+    dl = lse if grad_lse is None else grad_lse
+    width = vector(o.element_size())
+    strides = as_numbers(do.stride()), as_numbers(o.stride())
+    key = (
+        "hopper rows", o.device, do.dtype, o.dtype, dl.dtype, E, width, grad_lse is not None,
+        *(large(x) for x in (*strides, dl.stride())),
+    )  # fmt: skip
+    run(
+        rows_kernel, o.device, padded // ROWS.block_t * B * H, ROWS, key,
+        do, o, lse, dl, start_s, start_dp, *strides, *dl.stride(), H, T, padded, scale, E, ROWS.block_t, block_size(E),
+        width, grad_lse is not None,
+    )  # fmt: skip
+    return start_s, start_dp
+
+
+def finish(dq_sum: Tensor, dq: Tensor, scale: float) -> None:
+    """dQ [B, H, T, D] from the sum of dS K, fp32 and as many elements, D being a multiple of 8."""
+    octets = dq.numel() // 8
+    run(
+        finish_kernel, dq.device, blocks(dq.numel(), FINISH.block_t), FINISH,
+        ("hopper finish", dq.device, dq.dtype, *large((octets,))), dq_sum, dq, octets, scale, FINISH.block_t,
+    )  # fmt: skip
