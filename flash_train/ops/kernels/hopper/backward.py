@@ -12,7 +12,6 @@ The sums of S^T and dP^T begin at -L / scale and -delta instead of 0 (`rows.py`)
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -298,8 +297,7 @@ def hopper_backward(
     row = BACKWARD[width]
     tiles = blocks(T, row.block_t)
     padded = tiles * row.block_t  # so that the copy engine, which reads whole blocks, stays in its head
-    start_s, start_dp = begin(do, output, lse, grad_lse, padded, terms.scale)
-    dq_sum = empty(q, 1, B * H, T, D, dtype=torch.float32).zero_()
+    start_s, start_dp, dq_sum = begin(do, output, lse, grad_lse, D, padded, terms.scale)
     dq, dk, dv = empty(q, B, H, T, D), empty(k, B, G, S, D), empty(v, B, G, S, E)
     mask = compiled_features(terms, 0)[0]
     run(

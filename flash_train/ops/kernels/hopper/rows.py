@@ -7,7 +7,7 @@ from torch import Tensor
 from flash_train.ops.kernels.launch import block_size, blocks, empty, run
 from flash_train.ops.kernels.operands import as_numbers, large, readable, vector
 from flash_train.ops.kernels.tables import Launch
-from flash_train.ops.kernels.tiles import load_tile
+from flash_train.ops.kernels.tiles import load_tile, store_tile
 
 HIGHEST = tl.constexpr(1.0e30)
 """The log-sum-exp of a row that saw nothing or is none: exp(s - 1e30) is 0, and nothing here is inf - inf."""
@@ -18,10 +18,11 @@ FINISH = Launch(block_t=4096, block_s=0, warps=8, stages=1)
 
 @triton.jit(do_not_specialize=["H", "T", "padded", "dl_b", "dl_h", "dl_t"],
             do_not_specialize_on_alignment=["do", "output", "lse", "grad_lse"])  # fmt: skip
-def rows_kernel(do, output, lse, grad_lse, start_s, start_dp, do_strides, o_strides, dl_b, dl_h, dl_t, H, T, padded,
-                scale, E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, WIDTH: tl.constexpr,
-                HAS_GRAD_LSE: tl.constexpr):  # fmt: skip
-    """-L / scale and -delta = dL - rowsum(dO * O), each [B H, padded] fp32: one program, BLOCK_T rows of one head.
+def rows_kernel(do, output, lse, grad_lse, start_s, start_dp, dq_sum, do_strides, o_strides, dl_b, dl_h, dl_t, H, T,
+                padded, scale, D: tl.constexpr, E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+                BLOCK_E: tl.constexpr, WIDTH: tl.constexpr, HAS_GRAD_LSE: tl.constexpr):  # fmt: skip
+    """-L / scale and -delta = dL - rowsum(dO * O), each [B H, padded] fp32, and zeros [B H, T, D] for dQ's sums: one
+    program, BLOCK_T rows of one head.
 
     Rows that saw nothing or are none get L = HIGHEST and delta = 0, and so P = dS = 0.
     """
@@ -42,6 +43,9 @@ def rows_kernel(do, output, lse, grad_lse, start_s, start_dp, do_strides, o_stri
     to = head.to(tl.int64) * padded + rows
     tl.store(start_s + to, -tl.where(nothing, HIGHEST, L) / scale)
     tl.store(start_dp + to, tl.where(nothing, 0.0, minus_delta))
+    sums = dq_sum + (head.to(tl.int64) * T + first) * D
+    zeros = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
+    store_tile(sums, 0, D, 0, 0, T - first, zeros, D, BLOCK_T, BLOCK_D)
 
 
 @triton.jit(do_not_specialize=["octets"])
@@ -53,25 +57,26 @@ def finish_kernel(dq_sum, dq, octets, scale, BLOCK: tl.constexpr):
 
 
 def begin(
-    do: Tensor, output: Tensor, lse: Tensor, grad_lse: Tensor | None, padded: int, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Where the sums of S^T and dP^T begin: -L / scale and -delta, each [B H, padded] fp32."""
+    do: Tensor, output: Tensor, lse: Tensor, grad_lse: Tensor | None, D: int, padded: int, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Where the sums of S^T, dP^T and dQ begin, fp32: -L / scale and -delta [B H, padded], and zeros [1, B H, T, D]."""
     B, H, T, E = output.shape
     start_s, start_dp = (empty(lse, B * H, padded) for _ in range(2))
+    dq_sum = empty(lse, 1, B * H, T, D)
     o, lse = readable(output), lse.contiguous()  # under vmap it may be one that was expanded
     dl = lse if grad_lse is None else grad_lse
     width = vector(o.element_size())
     strides = as_numbers(do.stride()), as_numbers(o.stride())
     key = (
-        "hopper rows", o.device, do.dtype, o.dtype, dl.dtype, E, width, grad_lse is not None,
+        "hopper rows", o.device, do.dtype, o.dtype, dl.dtype, D, E, width, grad_lse is not None,
         *(large(x) for x in (*strides, dl.stride())),
     )  # fmt: skip
     run(
         rows_kernel, o.device, padded // ROWS.block_t * B * H, ROWS, key,
-        do, o, lse, dl, start_s, start_dp, *strides, *dl.stride(), H, T, padded, scale, E, ROWS.block_t, block_size(E),
-        width, grad_lse is not None,
+        do, o, lse, dl, start_s, start_dp, dq_sum, *strides, *dl.stride(), H, T, padded, scale, D, E, ROWS.block_t,
+        block_size(D), block_size(E), width, grad_lse is not None,
     )  # fmt: skip
-    return start_s, start_dp
+    return start_s, start_dp, dq_sum
 
 
 def finish(dq_sum: Tensor, dq: Tensor, scale: float) -> None:
