@@ -1,0 +1,5 @@
+"""The commands' fixtures, here too."""
+
+from tests.commands.conftest import cache, command
+
+__all__ = ["cache", "command"]
