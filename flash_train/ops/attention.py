@@ -68,11 +68,11 @@ def flash_attention(
             any order, its rounding differs from run to run, and with it takes the Triton kernels' backward.
         implementation: one of `IMPLEMENTATIONS`. "flash" is this package's: the Triton kernels on a GPU, else the
             tiled path, each step down logged once with its reason; "triton" and "tiled" ask for one of them, "hopper"
-            for the kernels written for compute capability 9.0 (the backward for head sizes up to 128), which are not
-            yet the default there. "sdpa" is `torch.nn.functional.scaled_dot_product_attention` pinned to its flash
-            back end ("sdpa_cudnn", "sdpa_efficient", "sdpa_math" to another), which knows few of the features and
-            refuses the others. "naive" is the definition with all its memory, and "naive_reversed" the same with the
-            keys visited from last to first. `choose_implementation` tells what runs.
+            for the kernels written for compute capability 9.0, which are not yet the default there. "sdpa" is
+            `torch.nn.functional.scaled_dot_product_attention` pinned to its flash back end ("sdpa_cudnn",
+            "sdpa_efficient", "sdpa_math" to another), which knows few of the features and refuses the others. "naive"
+            is the definition with all its memory, and "naive_reversed" the same with the keys visited from last to
+            first. `choose_implementation` tells what runs.
 
     Returns:
         The output [B, H, T, E] in the inputs' dtype, stored as [B, T, H, E] by this package's implementations, so that

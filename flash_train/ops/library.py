@@ -76,7 +76,7 @@ def _backward(
         _log_once(f"attention: the backward is the triton one: {obstacle}")
         chosen = "triton"
     if chosen == "hopper" and q.numel() and k.numel():
-        from flash_train.ops.kernels.hopper.backward import hopper_backward
+        from flash_train.ops.kernels.hopper.derivative import hopper_backward
 
         gradients = *hopper_backward(*saved, terms), None, None  # it takes neither biases nor sinks
     elif chosen != "tiled" and q.numel() and k.numel():

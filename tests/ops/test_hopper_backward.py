@@ -8,8 +8,10 @@ import torch
 from flash_train.ops.attention import Mask, flash_attention_with_lse
 from flash_train.ops.choice import hopper_backward_obstacle
 from flash_train.ops.features import UNBOUNDED, Terms
-from flash_train.ops.kernels.hopper import backward, rows
-from flash_train.ops.kernels.hopper.backward import Numbers, hopper_backward, hopper_backward_kernel
+from flash_train.ops.kernels.hopper import backward, backward_wide, derivative, rows
+from flash_train.ops.kernels.hopper.backward import Numbers, hopper_backward_kernel
+from flash_train.ops.kernels.hopper.backward_wide import hopper_wide_backward_kernel
+from flash_train.ops.kernels.hopper.derivative import hopper_backward
 from flash_train.ops.kernels.hopper.places import query_tiles
 from flash_train.ops.kernels.launch import run
 from tests.ops.gluon import run_on_cpu
@@ -41,8 +43,7 @@ def test_the_query_tiles_of_a_block_are_those_that_see_it_and_the_unmasked_ones_
     ("D", "E", "change", "reason"),
     [
         (128, 64, {}, None),
-        (192, 128, {}, "head sizes of at most 128, not 192"),
-        (64, 136, {}, "head sizes of at most 128, not 136"),
+        (192, 256, {}, None),
         (60, 64, {}, "multiples of 8, not 60"),
         (64, 64, dict(deterministic=True), "not deterministic"),
     ],
@@ -62,16 +63,17 @@ def check_on_the_cpu(q, k, v, mask, scale, monkeypatch):
     expected = torch.autograd.grad((output, lse), leaves, (do, dl))
 
     def run_here(kernel, device, programs, launch, key, *args):
-        if kernel is not hopper_backward_kernel:
+        module = {hopper_backward_kernel: backward, hopper_wide_backward_kernel: backward_wide}.get(kernel)
+        if module is None:
             return run(kernel, device, programs, launch, key, *args)
         for program in range(programs):
-            run_on_cpu(backward, kernel, program, args)
+            run_on_cpu(module, kernel, program, args)
 
     def with_nan(like, *shape, dtype=None):
         return torch.full(shape, float("nan"), dtype=dtype or like.dtype)
 
-    monkeypatch.setattr(backward, "run", run_here)
-    for module in (backward, rows):
+    monkeypatch.setattr(derivative, "run", run_here)
+    for module in (derivative, rows):
         monkeypatch.setattr(module, "empty", with_nan)
     left, right = (UNBOUNDED if x is None else x for x in mask.window or (None, None))
     terms = Terms(scale, left=left, right=0 if mask.causal else right, top_left=mask.alignment == "top_left")
@@ -81,7 +83,7 @@ def check_on_the_cpu(q, k, v, mask, scale, monkeypatch):
         torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=2e-4)
 
 
-@pytest.mark.parametrize(("D", "E"), [(64, 40), (24, 128)])
+@pytest.mark.parametrize(("D", "E"), [(64, 40), (24, 128), (192, 256)])
 @pytest.mark.parametrize(
     ("T", "S", "mask"),
     [
@@ -96,7 +98,7 @@ def check_on_the_cpu(q, k, v, mask, scale, monkeypatch):
 def test_on_the_cpu_the_gradients_are_those_of_the_tiled_path(T, S, mask, D, E, monkeypatch):
     torch.manual_seed(0)
     q, k, v = torch.randn(2, T, 4, D).transpose(1, 2), torch.randn(2, 2, S, D), torch.randn(2, 2, S, E)
-    check_on_the_cpu(q, k, v, mask, 0.3, monkeypatch)
+    check_on_the_cpu(q, k, v, mask, 0.3 if D < 128 else 0.15, monkeypatch)  # scores of about the same size
 
 
 def test_where_all_scores_are_very_low_the_rows_behind_the_last_key_add_nothing(monkeypatch):

@@ -16,15 +16,17 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from flash_train.ops.kernels.hopper.backward import hopper_backward_kernel
+from flash_train.ops.kernels.hopper.backward_wide import hopper_wide_backward_kernel
 from flash_train.ops.kernels.hopper.tables import BACKWARD, SHARED_BYTES
 from tests.ops.ptxas import verdict
 
 SPILLED = {
     ("full", 64): 84, ("causal", 64): 92, ("window", 64): 112,
     ("full", 128): 8, ("causal", 128): 8, ("window", 128): 52,
+    ("full", 256): 340, ("causal", 256): 348, ("window", 256): 364,
 }  # fmt: skip
 """Bytes a thread, Triton 3.6.0 and 3.7.1, the larger. Most are written and read outside the loop: a step of width 64
-reads at most three numbers again."""
+reads at most three numbers again. In the one of 256 one of the two warpgroups reads descriptors of its halves."""
 TARGET = GPUTarget("cuda", 90, 32)
 ROW = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 
@@ -36,7 +38,8 @@ def tile(dtype: str, rows: int, columns: int) -> str:
 
 def backward(mask: str, W: int, dtype: str = "bf16"):
     """The kernel as `hopper_backward` launches it."""
-    row, names = BACKWARD[W], hopper_backward_kernel.arg_names
+    kernel = hopper_backward_kernel if W < 256 else hopper_wide_backward_kernel
+    row, names = BACKWARD[W], kernel.arg_names
     constants = dict(
         MASK=mask, BLOCK_T=row.block_t, W=W, STAGES=row.stages, REGISTERS=row.registers,
         FEW_REGISTERS=row.few_registers,
@@ -46,7 +49,7 @@ def backward(mask: str, W: int, dtype: str = "bf16"):
         q=queries, k=keys, v=keys, do=queries, start_s=rows, start_dp=rows, dq=tile("fp32", 64, 64), dk=keys, dv=keys,
         log2_scale="fp32", scale="fp32",
     )  # fmt: skip
-    source = GluonASTSource(hopper_backward_kernel, types, {(names.index(n),): x for n, x in constants.items()})
+    source = GluonASTSource(kernel, types, {(names.index(n),): x for n, x in constants.items()})
     return triton.compile(source, target=TARGET, options=dict(num_warps=4, enable_fp_fusion=True))
 
 

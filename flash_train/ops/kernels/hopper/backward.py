@@ -12,7 +12,6 @@ The sums of S^T and dP^T begin at -L / scale and -delta instead of 0 (`rows.py`)
 
 from typing import Any, NamedTuple
 
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -22,19 +21,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from flash_train.ops.features import Terms
 from flash_train.ops.kernels.hopper.masks import hide
 from flash_train.ops.kernels.hopper.places import locate, query_tiles
-from flash_train.ops.kernels.hopper.rows import begin, finish
-from flash_train.ops.kernels.hopper.shim import bar_sync, describe, exp2, load, own_registers, reduce_add, store, view
-from flash_train.ops.kernels.hopper.tables import BACKWARD
-from flash_train.ops.kernels.launch import block_size, blocks, compiled_features, empty, run
-from flash_train.ops.kernels.operands import readable
-from flash_train.ops.kernels.tables import Launch
+from flash_train.ops.kernels.hopper.shim import bar_sync, exp2, load, own_registers, reduce_add, store, view
 
-LOG2_E = 1.4426950408889634
 BOTH = gl.constexpr(8)
 """The named barrier at which the two warpgroups wait for each other."""
 NEVER = gl.constexpr(2**31 - 1)
@@ -85,35 +76,35 @@ class Numbers(NamedTuple):
 
 
 @gluon.jit
-def _produce(q, k, v, do, start_s, start_dp, rings, n, MASK: gl.constexpr, BLOCK_T: gl.constexpr, W: gl.constexpr,
-             STAGES: gl.constexpr):  # fmt: skip
-    """The warp that fetches: 128 keys and values, then the queries that see them and their dO, head by head."""
-    block, key_head = locate(gl.program_id(0), gl.cdiv(n.S, 128), n.key_heads, False)  # the first have the most rows
+def produce(q, k, v, do, start_s, start_dp, rings, n, MASK: gl.constexpr, KEYS: gl.constexpr, BLOCK_T: gl.constexpr,
+            W: gl.constexpr, STAGES: gl.constexpr, DO_STAGES: gl.constexpr):  # fmt: skip
+    """The warp that fetches: keys and values of a program, then the queries that see them and their dO, by heads."""
+    block, key_head = locate(gl.program_id(0), gl.cdiv(n.S, KEYS), n.key_heads, False)  # the first have the most rows
     b = key_head // n.G
     g = key_head - b * n.G
-    start, _, _, end = query_tiles(block, n, BLOCK_T, 128, MASK)
+    start, _, _, end = query_tiles(block, n, BLOCK_T, KEYS, MASK)
     tiles = (n.T + BLOCK_T - 1) // BLOCK_T
-    mbarrier.expect(rings.k_full, 2 * k.block_type.nbytes)
-    for half in gl.static_range(2):
-        load(k, [b, g, block * 128 + half * 64, 0], rings.k_full,
-             view(rings.k.index(half), k.dtype, [1, 1, 64, W], k.layout))  # fmt: skip
-    mbarrier.expect(rings.v_full, 2 * v.block_type.nbytes)
-    for half in gl.static_range(2):
-        load(v, [b, g, block * 128 + half * 64, 0], rings.v_full,
-             view(rings.v.index(half), v.dtype, [1, 1, 64, W], v.layout))  # fmt: skip
+    mbarrier.expect(rings.k_full, KEYS // 64 * k.block_type.nbytes)
+    for part in gl.static_range(KEYS // 64):
+        load(k, [b, g, block * KEYS + part * 64, 0], rings.k_full,
+             view(rings.k.index(part), k.dtype, [1, 1, 64, W], k.layout))  # fmt: skip
+    mbarrier.expect(rings.v_full, KEYS // 64 * v.block_type.nbytes)
+    for part in gl.static_range(KEYS // 64):
+        load(v, [b, g, block * KEYS + part * 64, 0], rings.v_full,
+             view(rings.v.index(part), v.dtype, [1, 1, 64, W], v.layout))  # fmt: skip
     done = 0  # query tiles
     for member in range(0, n.group):
         h = g * n.group + member
         row = (b * n.G * n.group + h) * tiles * BLOCK_T
         for i in range(start, end):
             stage = done % STAGES
-            phase = ((done // STAGES) & 1) ^ 1
-            mbarrier.wait(rings.q_empty.index(stage), phase)
+            mbarrier.wait(rings.q_empty.index(stage), ((done // STAGES) & 1) ^ 1)
             mbarrier.expect(rings.q_full.index(stage), q.block_type.nbytes + start_s.block_type.nbytes)
             load(q, [b, h, i * BLOCK_T, 0], rings.q_full.index(stage),
                  view(rings.q.index(stage), q.dtype, [1, 1, BLOCK_T, W], q.layout))  # fmt: skip
             load(start_s, [row + i * BLOCK_T], rings.q_full.index(stage), rings.start_s.index(stage))
-            mbarrier.wait(rings.do_empty.index(stage), phase)
+            stage = done % DO_STAGES
+            mbarrier.wait(rings.do_empty.index(stage), ((done // DO_STAGES) & 1) ^ 1)
             mbarrier.expect(rings.do_full.index(stage), do.block_type.nbytes + start_dp.block_type.nbytes)
             load(do, [b, h, i * BLOCK_T, 0], rings.do_full.index(stage),
                  view(rings.do.index(stage), do.dtype, [1, 1, BLOCK_T, W], do.layout))  # fmt: skip
@@ -262,52 +253,5 @@ def hopper_backward_kernel(q, k, v, do, start_s, start_dp, dq, dk, dv, key_heads
     gl.warp_specialize([
         (_consume, (dq, dk, dv, rings, n, gl.constexpr(0), MASK, BLOCK_T, W, STAGES)),
         (_consume, (dq, dk, dv, rings, n, gl.constexpr(1), MASK, BLOCK_T, W, STAGES)),
-        (_produce, (q, k, v, do, start_s, start_dp, rings, n, MASK, BLOCK_T, W, STAGES)),
+        (produce, (q, k, v, do, start_s, start_dp, rings, n, MASK, 128, BLOCK_T, W, STAGES, STAGES)),
     ], [4, 1], [REGISTERS, FEW_REGISTERS])  # fmt: skip
-
-
-_ROW = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
-
-
-def _describe_row(x: Tensor, block: int) -> TensorDescriptor:
-    """A contiguous fp32 tensor for the copy engine, flat, in blocks of this many elements."""
-    y = TensorDescriptor.__new__(TensorDescriptor)  # as in `shim.describe`
-    y.base, y.shape, y.strides, y.block_shape, y.layout = x, [x.numel()], [1], [block], _ROW
-    return y
-
-
-def hopper_backward(
-    grad_output: Tensor,
-    grad_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    output: Tensor,
-    lse: Tensor,
-    terms: Terms,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dQ, dK, dV), contiguous [B, H, T, D], [B, G, S, D] and [B, G, S, E] in the inputs' dtype (fp16 or bf16).
-
-    What it takes: `choice.hopper_backward_obstacle`. dQ is not the same to the bit on every run. `output` [B, H, T, E]
-    and `lse` [B, H, T] are the forward's.
-    """
-    q, k, v, do = (readable(x) for x in (q, k, v, grad_output.to(q.dtype)))
-    (B, H, T, D), (G, S, E) = q.shape, v.shape[1:]
-    width = max(64, block_size(max(D, E)))
-    row = BACKWARD[width]
-    tiles = blocks(T, row.block_t)
-    padded = tiles * row.block_t  # so that the copy engine, which reads whole blocks, stays in its head
-    start_s, start_dp, dq_sum = begin(do, output, lse, grad_lse, D, padded, terms.scale)
-    dq, dk, dv = empty(q, B, H, T, D), empty(k, B, G, S, D), empty(v, B, G, S, E)
-    mask = compiled_features(terms, 0)[0]
-    run(
-        hopper_backward_kernel, q.device, blocks(S, 128) * B * G, Launch(row.block_t, 128, 4, row.stages),
-        ("hopper backward", q.device, q.dtype, width, mask),
-        describe(q, row.block_t, width), describe(k, 64, width), describe(v, 64, width),
-        describe(do, row.block_t, width), _describe_row(start_s, row.block_t), _describe_row(start_dp, row.block_t),
-        describe(dq_sum, 64, 64), describe(dk, 64, width), describe(dv, 64, width), B * G, G, H // G, T, S, terms.left,
-        terms.right, 0 if terms.top_left else S - T, terms.scale * LOG2_E, terms.scale, mask, row.block_t,
-        width, row.stages, row.registers, row.few_registers,
-    )  # fmt: skip
-    finish(dq_sum, dq, terms.scale)
-    return dq, dk, dv

@@ -31,7 +31,7 @@ class Backward(NamedTuple):
     block_t: int
     """Rows of a query tile: two warpgroups share dQ of it in halves of 64 rows and 64 columns."""
     stages: int
-    """Query tiles that wait in shared memory, and as many tiles of dO."""
+    """Query tiles that wait in shared memory, and as many tiles of dO (one in `backward_wide.py`)."""
     registers: int
     """Of a thread of a consumer."""
     few_registers: int
@@ -41,8 +41,8 @@ class Backward(NamedTuple):
 BACKWARD = {
     64: Backward(block_t=128, stages=2, registers=240, few_registers=24),
     128: Backward(block_t=64, stages=2, registers=240, few_registers=24),
+    256: Backward(block_t=64, stages=2, registers=240, few_registers=24),  # `backward_wide.py`, never timed
 }
-"""256 has no row: a thread's part of dK and dV alone would be 256 registers."""
 SHARED_BYTES = 227 * 1024
 """Of a program."""
 LONG = 1024
