@@ -105,8 +105,8 @@ def _formula(contest: Contest, case: Case, contestant: str, direction: str, kern
         return naive_bytes(case, direction, itemsize)
     if contestant not in OURS:
         return None
-    names = "\n".join(kernels)
-    if f"hopper_{direction}_kernel" in names:
+    names = " ".join(kernels)
+    if re.search(rf"\bhopper_(wide_)?{direction}_kernel\b", names):
         return hopper_bytes(case, direction, itemsize, _hopper_tiles(case, direction))
     if {"forward": "forward_kernel", "backward": "dkdv_kernel"}[direction] in names:
         return triton_bytes(case, direction, itemsize, _triton_tiles(contest, case))
@@ -129,4 +129,4 @@ def _hopper_tiles(case: Case, direction: str) -> Tiles:
     width = max(64, block_size(max(case.D, case.E)))
     if direction == "forward":
         return Tiles(64 * FORWARD[width].consumers, FORWARD[width].block_s)
-    return Tiles(BACKWARD[width].block_t, 128)  # keys: 64 for each of two warpgroups
+    return Tiles(BACKWARD[width].block_t, 128 if width < 256 else 64)  # keys: as `hopper.derivative` has them

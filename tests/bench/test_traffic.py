@@ -167,20 +167,25 @@ def test_a_call_has_its_kernels_bytes_and_what_it_left_in_the_cache_to_be_writte
         list(join(asked, found, kernels[:11]))
 
 
-def test_the_formula_is_that_of_the_kernels_that_ran(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(FORWARD, 64, FORWARD[64]._replace(consumers=1, block_s=32))
-    monkeypatch.setitem(BACKWARD, 64, BACKWARD[64]._replace(block_t=32))
-    asked = contest(contestants=["flash", "flash_attn_3"])
+@pytest.mark.parametrize(
+    ("D", "width", "wide", "keys"), [(16, 64, "", 128), (200, 256, "wide_", 64)], ids=["64", "256"]
+)
+def test_the_formula_is_that_of_the_kernels_that_ran(
+    monkeypatch: pytest.MonkeyPatch, D: int, width: int, wide: str, keys: int
+) -> None:
+    monkeypatch.setitem(FORWARD, width, FORWARD[width]._replace(consumers=1, block_s=32))
+    monkeypatch.setitem(BACKWARD, width, BACKWARD[width]._replace(block_t=32))
+    asked = contest(contestants=["flash", "flash_attn_3"], preset={"cases": [CASES[0], CASES[1] | {"D": D}]})
     found = [{"case": 1, "contestant": name, "ran": None, "status": "ok", "why": None} for name in asked.contestants]
     kernels = [
         *counted("flash", "forward", "hopper_forward_kernel"),
-        *counted("flash", "backward", "rows_kernel", "hopper_backward_kernel", "finish_kernel"),
+        *counted("flash", "backward", "rows_kernel", f"hopper_{wide}backward_kernel", "finish_kernel"),
         *counted("flash_attn_3", "forward", "forward_kernel"),
         *counted("flash_attn_3", "backward", "backward_kernel"),
     ]
     assert [row.formula for row in join(asked, found, kernels)] == [
         hopper_bytes(asked.cases[1], "forward", 2, Tiles(64, 32)),
-        hopper_bytes(asked.cases[1], "backward", 2, Tiles(32, 128)),
+        hopper_bytes(asked.cases[1], "backward", 2, Tiles(32, keys)),
         None,
         None,
     ]
