@@ -29,6 +29,10 @@ from flash_train.ops.kernels.tiles import (
     whole,
 )
 
+LOWEST = tl.constexpr(-3.3e38)
+"""Where a row's maximum begins: below every finite score, in units of log2 too, and itself finite, so that exp2(s - m)
+is 0 where a row has seen nothing but minus infinity."""
+
 
 @triton.jit
 def _fold_keys(acc, m, l, q_tile, queries, k, v, k_strides, v_strides, start, end, at, span, n, x, c,
@@ -45,11 +49,8 @@ def _fold_keys(acc, m, l, q_tile, queries, k, v, k_strides, v_strides, start, en
         if MASKED:
             s = tl.where(is_seen(keys, queries.low, queries.high, c), s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1) * unit)
-        reference = m_new
-        if MASKED:  # a row that has seen nothing: exp2(-inf - 0) = 0
-            reference = tl.where(m_new == float("-inf"), 0.0, m_new)
-        p = tl.exp2(s * unit - reference[:, None])  # [BLOCK_T, BLOCK_S]
-        shrink = tl.exp2(m - reference)
+        p = tl.exp2(s * unit - m_new[:, None])  # [BLOCK_T, BLOCK_S]
+        shrink = tl.exp2(m - m_new)
         l = l * shrink + tl.sum(p, 1)
         p = drop(p, queries.bits, key_keys(at.base, keys, span, c), n, c)
         v_tile = load_tile(v, v_strides, at.b, at.g, first, span.end_key, c.E, c.BLOCK_S, c.BLOCK_E, c.WIDTH, CUT)
@@ -64,7 +65,7 @@ def _attend(q_tile, k, v, output, lse, k_strides, v_strides, b, h, first, span, 
     at = place_of(b, h, span, n, x, c)
     queries = queries_of(first, at, span, n, c)
     start, full, full_end, end = key_tiles(first, span, n, c)
-    m = tl.full([c.BLOCK_T], float("-inf"), tl.float32)
+    m = tl.full([c.BLOCK_T], LOWEST, tl.float32)
     l = tl.zeros([c.BLOCK_T], tl.float32)
     acc = tl.zeros([c.BLOCK_T, c.BLOCK_E], tl.float32)
     if c.MASK == "window" or c.MASK == "documents":
@@ -78,11 +79,10 @@ def _attend(q_tile, k, v, output, lse, k_strides, v_strides, b, h, first, span, 
     # the sink, a key whose value is 0, comes last: without one (minus infinity) nothing changes
     sink = sink_of(b, h, n, x)
     m_new = tl.maximum(m, sink)
-    reference = tl.where(m_new == float("-inf"), 0.0, m_new)
-    shrink = tl.exp2(m - reference)
-    l = l * shrink + tl.exp2(sink - reference)
-    m = m_new
-    l_safe = tl.where(l == 0.0, 1.0, l)  # a row that saw nothing: output 0, and m is minus infinity
+    shrink = tl.exp2(m - m_new)
+    l = l * shrink + tl.exp2(sink - m_new)
+    m = tl.where(l == 0.0, float("-inf"), m_new)
+    l_safe = tl.where(l == 0.0, 1.0, l)  # a row that saw nothing: output 0, log-sum-exp minus infinity
     acc = acc * shrink[:, None] / l_safe[:, None]
     if c.DROPOUT:
         acc *= n.keep_scale

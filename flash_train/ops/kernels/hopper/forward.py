@@ -3,8 +3,8 @@
 The design is FlashAttention-3's (Shah et al. 2024, arXiv 2407.08608, sections 3.1 and 3.2), written in Gluon. A
 producer warp fills rings of key and value tiles through the copy engine; each consumer warpgroup holds 64 queries. It
 starts S = Q K^T of one tile and O += P V of the tile before, and computes the softmax of S while P V is still running.
-Named barriers let the warpgroups take turns at the tensor cores. Keys are visited from last to first, so that the tiles
-that need a mask come first (and, with a window, once more at the end), and the loop between them needs none.
+Named barriers let the warpgroups take turns at the tensor cores. Keys are visited from last to first, so that with a
+causal mask the tiles that need it come first, and the main loop needs none; a window's has a branch.
 """
 
 import functools
@@ -33,8 +33,8 @@ from flash_train.ops.kernels.tables import Launch
 
 LOG2_E = 1.4426950408889634
 LN_2 = gl.constexpr(0.6931471805599453)
-LOWEST = gl.constexpr(-1.0e30)
-"""Where a row's maximum begins, so that a row that has seen nothing subtracts a number."""
+LOWEST = gl.constexpr(-3.3e38)
+"""Where a row's maximum begins: below every finite score, and finite, so that what has seen nothing subtracts a number."""
 TURNS = gl.constexpr(8)
 """The first of the named barriers at which consumers wait for their turn."""
 
