@@ -34,7 +34,7 @@ from flash_train.ops.kernels.tables import Launch
 LOG2_E = 1.4426950408889634
 LN_2 = gl.constexpr(0.6931471805599453)
 LOWEST = gl.constexpr(-3.3e38)
-"""Where a row's maximum begins: below every finite score, and finite, so that what has seen nothing subtracts a number."""
+"""Where a row's maximum begins: below every finite score and itself finite, as in the portable kernel."""
 TURNS = gl.constexpr(8)
 """The first of the named barriers at which consumers wait for their turn."""
 
