@@ -123,10 +123,9 @@ def _triton_tiles(contest: Contest, case: Case) -> dict[str, Tiles]:
 
 
 def _hopper_tiles(case: Case, direction: str) -> Tiles:
-    from flash_train.ops.kernels.hopper.tables import BACKWARD, FORWARD
-    from flash_train.ops.kernels.launch import block_size
+    from flash_train.ops.kernels.hopper.tables import BACKWARD, FORWARD, tile_width
 
-    width = max(64, block_size(max(case.D, case.E)))
+    width = tile_width(max(case.D, case.E))
     if direction == "forward":
         return Tiles(64 * FORWARD[width].consumers, FORWARD[width].block_s)
-    return Tiles(BACKWARD[width].block_t, 128 if width < 256 else 64)  # keys: as `hopper.derivative` has them
+    return Tiles(BACKWARD[width].block_t, BACKWARD[width].block_s)

@@ -5,6 +5,7 @@ tensor and leaves out what would be written there. Products end where they begin
 nothing: of those a GPU alone can tell.
 """
 
+import sys
 import threading
 import types
 from typing import Any
@@ -161,7 +162,9 @@ def run_on_cpu(
             thread.join()
 
     nothing = lambda *args, **kwargs: None  # noqa: E731
-    names = dict(vars(module))
+    # what its functions from other modules name, too
+    others = {x.__module__ for x in vars(module).values() if isinstance(x, GluonJITFunction)} - {shim.__name__}
+    names = {name: x for other in others for name, x in vars(sys.modules[other]).items()} | vars(module)
     names["gl"] = types.SimpleNamespace(
         constexpr=lambda x: x, float32=torch.float32, int32=torch.int32, int64=torch.int64, static_range=range,
         cdiv=lambda a, b: -(-a // b), program_id=lambda axis: program, num_programs=lambda axis: programs,
@@ -190,7 +193,7 @@ def run_on_cpu(
         exp2=torch.exp2, fetch_add=fetch_add, layout_of=nothing, own_registers=lambda x: x,
         warpgroup_mma=multiply, warpgroup_mma_wait=lambda left, deps: deps[0] if len(deps) == 1 else deps,
     )  # fmt: skip
-    for name, x in vars(module).items():
+    for name, x in list(names.items()):
         if isinstance(x, GluonJITFunction) and x.__module__ != shim.__name__:
             body = vars(x)["fn"]
             names[name] = types.FunctionType(body.__code__, names, name, body.__defaults__)

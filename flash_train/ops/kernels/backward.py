@@ -30,6 +30,7 @@ from flash_train.ops.kernels.tiles import (
     multiply,
     multiply_add,
     query_tiles,
+    row_deltas,
     row_numbers,
     span_of,
     store_tile,
@@ -53,13 +54,9 @@ def delta_kernel(do, output, grad_lse, delta, do_strides, o_strides, dl_b, dl_h,
     b = head // H
     h = head - b * H
     rows = first + tl.arange(0, BLOCK_T)
-    grad = load_tile(do, do_strides, b, h, first, T, E, BLOCK_T, BLOCK_E, WIDTH, False).to(tl.float32)
-    o = load_tile(output, o_strides, b, h, first, T, E, BLOCK_T, BLOCK_E, WIDTH, False).to(tl.float32)
-    row = tl.sum(grad * o, 1)
-    if HAS_GRAD_LSE:
-        pointers = grad_lse + b.to(tl.int64) * dl_b + h.to(tl.int64) * dl_h
-        row -= tl.load(pointers + rows.to(tl.int64) * dl_t, mask=rows < T, other=0.0)
-    tl.store(delta + head.to(tl.int64) * T + rows, row, mask=rows < T)
+    found = row_deltas(do, output, grad_lse, do_strides, o_strides, dl_b, dl_h, dl_t, b, h, first, T, E, BLOCK_T,
+                       BLOCK_E, WIDTH, HAS_GRAD_LSE)  # fmt: skip
+    tl.store(delta + head.to(tl.int64) * T + rows, found, mask=rows < T)
 
 
 @triton.jit

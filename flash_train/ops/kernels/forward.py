@@ -13,6 +13,7 @@ from flash_train.ops.kernels.tables import Launch
 from flash_train.ops.kernels.tiles import (
     ALIGNMENT_TOLD,
     LN_2,
+    LOWEST,
     NOT_SPECIALIZED,
     Constants,
     Extras,
@@ -28,10 +29,6 @@ from flash_train.ops.kernels.tiles import (
     store_tile,
     whole,
 )
-
-LOWEST = tl.constexpr(-3.3e38)
-"""Where a row's maximum begins: below every finite score, in units of log2 too, and itself finite, so that exp2(s - m)
-is 0 where a row has seen nothing but minus infinity."""
 
 
 @triton.jit

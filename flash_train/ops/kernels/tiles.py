@@ -13,6 +13,9 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+LOWEST = tl.constexpr(-3.3e38)
+"""Where a row's maximum begins: below every finite score, in units of log2 too, and itself finite, so that exp2(s - m)
+is 0 where a row has seen nothing but minus infinity."""
 
 
 class Constants(NamedTuple):
@@ -272,6 +275,21 @@ def multiply_add(a, b, to, c):
         return tl.fma(to, 1.0, tl.dot(a, b, input_precision=c.PRECISION))  # an addition would join the chain
     else:
         return tl.dot(a, b, to, input_precision=c.PRECISION)
+
+
+@triton.jit
+def row_deltas(do, output, grad_lse, do_strides, o_strides, dl_b, dl_h, dl_t, b, h, first, T, E: tl.constexpr,
+               BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, WIDTH: tl.constexpr,
+               HAS_GRAD_LSE: tl.constexpr):  # fmt: skip
+    """delta = rowsum(dO * O) - dL of the rows `first` to first + BLOCK_T of head (b, h), fp32."""
+    rows = first + tl.arange(0, BLOCK_T)
+    grad = load_tile(do, do_strides, b, h, first, T, E, BLOCK_T, BLOCK_E, WIDTH, False).to(tl.float32)
+    o = load_tile(output, o_strides, b, h, first, T, E, BLOCK_T, BLOCK_E, WIDTH, False).to(tl.float32)
+    delta = tl.sum(grad * o, 1)
+    if HAS_GRAD_LSE:
+        pointers = grad_lse + b.to(tl.int64) * dl_b + h.to(tl.int64) * dl_h
+        delta -= tl.load(pointers + rows.to(tl.int64) * dl_t, mask=rows < T, other=0.0)
+    return delta
 
 
 @triton.jit

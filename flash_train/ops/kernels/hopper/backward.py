@@ -36,7 +36,7 @@ class Rings(NamedTuple):
     """Tiles in shared memory, and the barriers that say of each whether it is full or empty."""
 
     k: Any
-    """This and v: one tile a warpgroup, read by both; dK and dV take their place in the end."""
+    """This and v: 64 keys a tile, read by both warpgroups; dK and dV take their place in the end."""
     v: Any
     q: Any
     do: Any
@@ -45,7 +45,8 @@ class Rings(NamedTuple):
     start_dp: Any
     """Beside do."""
     ds: Any
-    """dS^T: two pairs of one tile a warpgroup. One pair is written while the other may still be read."""
+    """dS^T: two pairs of one tile a warpgroup; in `backward_wide.py` each pair is P and dS. One pair is written while
+    the other may still be read."""
     dq: Any
     """One tile a warpgroup, on its way to global memory."""
     k_full: Any
@@ -216,38 +217,47 @@ def _consume(dq, dk, dv, rings, n, ME: gl.constexpr, MASK: gl.constexpr, BLOCK_T
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["key_heads", "G", "group", "T", "S", "left", "right", "shift"])
-def hopper_backward_kernel(q, k, v, do, start_s, start_dp, dq, dk, dv, key_heads, G, group, T, S, left, right, shift,
-                           log2_scale, scale, MASK: gl.constexpr, BLOCK_T: gl.constexpr, W: gl.constexpr,
-                           STAGES: gl.constexpr, REGISTERS: gl.constexpr, FEW_REGISTERS: gl.constexpr):  # fmt: skip
-    """One program: 128 keys of one key head, against every query that sees them."""
+@gluon.jit
+def make_rings(q, k, v, do, start_s, start_dp, KEY_TILES: gl.constexpr, BLOCK_T: gl.constexpr, W: gl.constexpr,
+               STAGES: gl.constexpr, DO_STAGES: gl.constexpr):  # fmt: skip
+    """Shared memory, and its barriers ready."""
     SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     SHARED_32: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     rings = Rings(
-        gl.allocate_shared_memory(k.dtype, [2, 64, W], SHARED),
-        gl.allocate_shared_memory(v.dtype, [2, 64, W], SHARED),
+        gl.allocate_shared_memory(k.dtype, [KEY_TILES, 64, W], SHARED),
+        gl.allocate_shared_memory(v.dtype, [KEY_TILES, 64, W], SHARED),
         gl.allocate_shared_memory(q.dtype, [STAGES, BLOCK_T, W], SHARED),
-        gl.allocate_shared_memory(do.dtype, [STAGES, BLOCK_T, W], SHARED),
+        gl.allocate_shared_memory(do.dtype, [DO_STAGES, BLOCK_T, W], SHARED),
         gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_T], start_s.layout),
-        gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_T], start_dp.layout),
+        gl.allocate_shared_memory(gl.float32, [DO_STAGES, BLOCK_T], start_dp.layout),
         gl.allocate_shared_memory(k.dtype, [4, 64, BLOCK_T], SHARED),
         gl.allocate_shared_memory(gl.float32, [2, 64, 64], SHARED_32),
         gl.allocate_shared_memory(gl.int64, [1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [DO_STAGES, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [DO_STAGES, 1], BARRIER),
     )
     mbarrier.init(rings.k_full, count=1)
     mbarrier.init(rings.v_full, count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(rings.q_full.index(i), count=1)
         mbarrier.init(rings.q_empty.index(i), count=2)
+    for i in gl.static_range(DO_STAGES):
         mbarrier.init(rings.do_full.index(i), count=1)
         mbarrier.init(rings.do_empty.index(i), count=2)
     fence_async_shared()
+    return rings
+
+
+@gluon.jit(do_not_specialize=["key_heads", "G", "group", "T", "S", "left", "right", "shift"])
+def hopper_backward_kernel(q, k, v, do, start_s, start_dp, dq, dk, dv, key_heads, G, group, T, S, left, right, shift,
+                           log2_scale, scale, MASK: gl.constexpr, BLOCK_T: gl.constexpr, W: gl.constexpr,
+                           STAGES: gl.constexpr, REGISTERS: gl.constexpr, FEW_REGISTERS: gl.constexpr):  # fmt: skip
+    """One program: 128 keys of one key head, against every query that sees them."""
+    rings = make_rings(q, k, v, do, start_s, start_dp, 2, BLOCK_T, W, STAGES, STAGES)
     n = Numbers(key_heads, G, group, T, S, left, right, shift, log2_scale, scale)
     # each list of arguments in its place: a name would turn the constants into tensors
     gl.warp_specialize([

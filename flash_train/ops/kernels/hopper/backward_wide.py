@@ -5,8 +5,6 @@ dP^T for half of a tile's queries, and P and dS go through shared memory; behind
 columns of dV += P^T dO, dQ = dS K and dK += dS^T Q.
 """
 
-from typing import Any, NamedTuple
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -17,32 +15,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flash_train.ops.kernels.hopper.backward import BOTH, NEVER, Numbers, produce
+from flash_train.ops.kernels.hopper.backward import BOTH, NEVER, Numbers, make_rings, produce
 from flash_train.ops.kernels.hopper.masks import hide
 from flash_train.ops.kernels.hopper.places import locate, query_tiles
 from flash_train.ops.kernels.hopper.shim import bar_sync, exp2, own_registers, reduce_add, store, view
-
-
-class Rings(NamedTuple):
-    """As `backward.Rings`, but for these."""
-
-    k: Any
-    """One tile, as v; dK and dV take their place in the end."""
-    v: Any
-    q: Any
-    do: Any
-    start_s: Any
-    start_dp: Any
-    p: Any
-    """Queries by keys, two tiles: one is written while the other may still be read."""
-    ds: Any
-    dq: Any
-    k_full: Any
-    v_full: Any
-    q_full: Any
-    q_empty: Any
-    do_full: Any
-    do_empty: Any
 
 
 @gluon.jit
@@ -60,7 +36,7 @@ def _step(dq, rings, done, head, first_query, masked, low, high, dk, dv, n, ME: 
     stage = done % STAGES
     q_tile, do_tile = rings.q.index(stage), rings.do.index(0)
     k_tile = rings.k.index(0)
-    p_tile, ds_tile = rings.p.index(done % 2), rings.ds.index(done % 2)
+    p_tile, ds_tile = rings.ds.index(done % 2 * 2), rings.ds.index(done % 2 * 2 + 1)  # queries by keys
     mbarrier.wait(rings.q_full.index(stage), (done // STAGES) & 1)
     s = _half(rings.start_s.index(stage), ME, SCORES)
     mbarrier.wait(rings.do_full.index(0), done & 1)
@@ -149,34 +125,7 @@ def hopper_wide_backward_kernel(q, k, v, do, start_s, start_dp, dq, dk, dv, key_
                                 STAGES: gl.constexpr, REGISTERS: gl.constexpr,
                                 FEW_REGISTERS: gl.constexpr):  # fmt: skip
     """One program: 64 keys of one key head, against every query that sees them, BLOCK_T = 64 at a time."""
-    SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    SHARED_32: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    rings = Rings(
-        gl.allocate_shared_memory(k.dtype, [1, 64, W], SHARED),
-        gl.allocate_shared_memory(v.dtype, [1, 64, W], SHARED),
-        gl.allocate_shared_memory(q.dtype, [STAGES, 64, W], SHARED),
-        gl.allocate_shared_memory(do.dtype, [1, 64, W], SHARED),
-        gl.allocate_shared_memory(gl.float32, [STAGES, 64], start_s.layout),
-        gl.allocate_shared_memory(gl.float32, [1, 64], start_dp.layout),
-        gl.allocate_shared_memory(k.dtype, [2, 64, 64], SHARED),
-        gl.allocate_shared_memory(k.dtype, [2, 64, 64], SHARED),
-        gl.allocate_shared_memory(gl.float32, [2, 64, 64], SHARED_32),
-        gl.allocate_shared_memory(gl.int64, [1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER),
-    )
-    mbarrier.init(rings.k_full, count=1)
-    mbarrier.init(rings.v_full, count=1)
-    mbarrier.init(rings.do_full.index(0), count=1)
-    mbarrier.init(rings.do_empty.index(0), count=2)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(rings.q_full.index(i), count=1)
-        mbarrier.init(rings.q_empty.index(i), count=2)
-    fence_async_shared()
+    rings = make_rings(q, k, v, do, start_s, start_dp, 1, 64, W, STAGES, 1)
     n = Numbers(key_heads, G, group, T, S, left, right, shift, log2_scale, scale)
     gl.warp_specialize([
         (_consume, (dq, dk, dv, rings, n, gl.constexpr(0), MASK, W, STAGES)),

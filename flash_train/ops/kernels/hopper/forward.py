@@ -26,15 +26,12 @@ from flash_train.ops.features import Terms
 from flash_train.ops.kernels.hopper.masks import hide
 from flash_train.ops.kernels.hopper.places import key_tiles, locate
 from flash_train.ops.kernels.hopper.shim import bar_arrive, bar_sync, describe, exp2, fetch_add, load, store, view
-from flash_train.ops.kernels.hopper.tables import FORWARD, LONG, SHARED_BYTES, Forward
-from flash_train.ops.kernels.launch import block_size, blocks, compiled_features, empty, run
+from flash_train.ops.kernels.hopper.tables import FORWARD, LONG, SHARED_BYTES, Forward, tile_width
+from flash_train.ops.kernels.launch import blocks, compiled_features, empty, run
 from flash_train.ops.kernels.operands import readable
 from flash_train.ops.kernels.tables import Launch
+from flash_train.ops.kernels.tiles import LN_2, LOG2_E, LOWEST
 
-LOG2_E = 1.4426950408889634
-LN_2 = gl.constexpr(0.6931471805599453)
-LOWEST = gl.constexpr(-3.3e38)
-"""Where a row's maximum begins: below every finite score and itself finite, as in the portable kernel."""
 TURNS = gl.constexpr(8)
 """The first of the named barriers at which consumers wait for their turn."""
 
@@ -195,7 +192,7 @@ def _step(q_tile, rings, i, p, acc, m, l, low, high, first_key, masked, n, ME: g
     mbarrier.arrive(rings.k_empty.index(stage))
     if MASK == "window":
         if masked:
-            s = hide(s, low, high, first_key, BLOCK_S, MASK == "window", True)
+            s = hide(s, low, high, first_key, BLOCK_S, True, True)
     new, shrink, m, l = _softmax(s, m, l, n, BLOCK_S)
     acc, p = warpgroup_mma_wait(0, deps=(acc, p))
     mbarrier.arrive(rings.v_empty.index(before))
@@ -390,7 +387,7 @@ def hopper_forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tenso
     (B, H, T, D), (G, S, E) = q.shape, v.shape[1:]
     output = empty(q, B, T, H, E).transpose(1, 2)
     lse = empty(q, B, H, T, dtype=torch.float32)
-    d, e = (max(64, block_size(size)) for size in (D, E))
+    d, e = tile_width(D), tile_width(E)
     row = FORWARD[max(d, e)]
     block_t = 64 * row.consumers
     mask = compiled_features(terms, 0)[0]
@@ -403,7 +400,7 @@ def hopper_forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tenso
         hopper_forward_kernel, q.device, programs, Launch(block_t, row.block_s, 4, row.stages),
         ("hopper forward", q.device, q.dtype, D, E, mask, persistent),
         *inputs, describe(output, 64, e), lse, counter, B * H, H, H // G, T, S, terms.left, terms.right,
-        0 if terms.top_left else S - T, terms.scale * LOG2_E, mask, row.block_s, d, e, row.consumers, row.stages,
+        0 if terms.top_left else S - T, terms.scale * LOG2_E.value, mask, row.block_s, d, e, row.consumers, row.stages,
         persistent, owns_output(row, d, e, persistent), row.registers, row.few_registers,
     )  # fmt: skip
     return output, lse

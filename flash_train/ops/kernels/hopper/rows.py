@@ -7,7 +7,7 @@ from torch import Tensor
 from flash_train.ops.kernels.launch import block_size, blocks, empty, run
 from flash_train.ops.kernels.operands import as_numbers, large, readable, vector
 from flash_train.ops.kernels.tables import Launch
-from flash_train.ops.kernels.tiles import load_tile, store_tile
+from flash_train.ops.kernels.tiles import row_deltas, store_tile
 
 HIGHEST = tl.constexpr(1.0e30)
 """The log-sum-exp of a row that saw nothing or is none: exp(s - 1e30) is 0, and nothing here is inf - inf."""
@@ -32,17 +32,13 @@ def rows_kernel(do, output, lse, grad_lse, start_s, start_dp, dq_sum, do_strides
     b = head // H
     h = head - b * H
     rows = first + tl.arange(0, BLOCK_T)
-    grad = load_tile(do, do_strides, b, h, first, T, E, BLOCK_T, BLOCK_E, WIDTH, False).to(tl.float32)
-    o = load_tile(output, o_strides, b, h, first, T, E, BLOCK_T, BLOCK_E, WIDTH, False).to(tl.float32)
-    minus_delta = -tl.sum(grad * o, 1)
-    if HAS_GRAD_LSE:
-        pointers = grad_lse + b.to(tl.int64) * dl_b + h.to(tl.int64) * dl_h
-        minus_delta += tl.load(pointers + rows.to(tl.int64) * dl_t, mask=rows < T, other=0.0)
+    delta = row_deltas(do, output, grad_lse, do_strides, o_strides, dl_b, dl_h, dl_t, b, h, first, T, E, BLOCK_T,
+                       BLOCK_E, WIDTH, HAS_GRAD_LSE)  # fmt: skip
     L = tl.load(lse + head.to(tl.int64) * T + rows, mask=rows < T, other=float("-inf"))
     nothing = L == float("-inf")
     to = head.to(tl.int64) * padded + rows
     tl.store(start_s + to, -tl.where(nothing, HIGHEST, L) / scale)
-    tl.store(start_dp + to, tl.where(nothing, 0.0, minus_delta))
+    tl.store(start_dp + to, tl.where(nothing, 0.0, -delta))
     sums = dq_sum + (head.to(tl.int64) * T + first) * D
     zeros = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
     store_tile(sums, 0, D, 0, 0, T - first, zeros, D, BLOCK_T, BLOCK_D)

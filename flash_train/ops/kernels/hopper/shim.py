@@ -17,6 +17,7 @@ __all__ = [
     "bar_arrive",
     "bar_sync",
     "describe",
+    "describe_numbers",
     "exp2",
     "fetch_add",
     "load",
@@ -52,6 +53,16 @@ def describe(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     y = TensorDescriptor.__new__(TensorDescriptor)
     y.base, y.shape, y.strides, y.block_shape = x, list(x.shape), list(x.stride()), [1, 1, rows, columns]
     y.layout = _TILE[x.element_size()]
+    return y
+
+
+_ROW = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+
+
+def describe_numbers(x: Tensor, block: int) -> TensorDescriptor:
+    """A contiguous fp32 tensor for the copy engine, flat, in blocks of this many elements."""
+    y = TensorDescriptor.__new__(TensorDescriptor)
+    y.base, y.shape, y.strides, y.block_shape, y.layout = x, [x.numel()], [1], [block], _ROW
     return y
 
 

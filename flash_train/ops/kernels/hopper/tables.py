@@ -6,6 +6,13 @@ sketches of these kernels, the forward's row of 256 alone.
 
 from typing import NamedTuple
 
+from flash_train.ops.kernels.launch import block_size
+
+
+def tile_width(size: int) -> int:
+    """The width of a head size's tiles: whole swizzled rows of 128 bytes."""
+    return max(64, block_size(size))
+
 
 class Forward(NamedTuple):
     consumers: int
@@ -30,6 +37,8 @@ FORWARD = {
 class Backward(NamedTuple):
     block_t: int
     """Rows of a query tile: two warpgroups share dQ of it in halves of 64 rows and 64 columns."""
+    block_s: int
+    """Keys of a program: 128 in `backward.py`, 64 in `backward_wide.py`."""
     stages: int
     """Query tiles that wait in shared memory, and as many tiles of dO (one in `backward_wide.py`)."""
     registers: int
@@ -39,9 +48,9 @@ class Backward(NamedTuple):
 
 
 BACKWARD = {
-    64: Backward(block_t=128, stages=2, registers=240, few_registers=24),
-    128: Backward(block_t=64, stages=2, registers=240, few_registers=24),
-    256: Backward(block_t=64, stages=2, registers=240, few_registers=24),  # `backward_wide.py`, never timed
+    64: Backward(block_t=128, block_s=128, stages=2, registers=240, few_registers=24),
+    128: Backward(block_t=64, block_s=128, stages=2, registers=240, few_registers=24),
+    256: Backward(block_t=64, block_s=64, stages=2, registers=240, few_registers=24),  # never timed
 }
 SHARED_BYTES = 227 * 1024
 """Of a program."""
