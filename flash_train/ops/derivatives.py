@@ -13,21 +13,31 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from flash_train.ops.batching import fold_batch
-from flash_train.ops.features import TENSORS, Terms
-from flash_train.ops.library import attention, attention_backward, attention_double_backward, below_autograd, register
+from flash_train.ops.features import TENSORS, Terms, pack, unpack
+from flash_train.ops.library import (
+    attention,
+    attention_backward,
+    attention_double_backward,
+    below_autograd,
+    flat,
+    register,
+)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> Any:
     """(output, log-sum-exp)."""
-    return _call(attention, q, k, v, *terms)
+    return _call(attention, q, k, v, *pack(terms))
 
 
 def _call(operator: Callable[..., Any], *args: Any) -> Any:
-    """The operator by the shortest way: in eager mode its Function, without asking torch's dispatcher for it."""
+    """The operator by the shortest way: in eager mode its Function, without asking torch's dispatcher for it.
+
+    `Terms` come last, as by `features.pack`.
+    """
     if torch.compiler.is_compiling():
-        return operator(*args)
+        return operator(*flat(args))
     if torch._C._are_functorch_transforms_active():
-        return _FUNCTIONS[operator][1].apply(*args)
+        return _FUNCTIONS[operator][1].apply(*flat(args))
     return _autograd(operator, *args)
 
 
@@ -61,22 +71,25 @@ def _saved(ctx: Any) -> tuple[tuple[Any, ...], Terms]:
     return saved[:count], Terms(*before, *saved[count:], *after)
 
 
-def _gradients_of_terms(dbias: Tensor, dsinks: Tensor) -> tuple[Tensor | None, ...]:
-    """For each of the terms; an empty tensor stands for none, and bias and sinks have more than one dimension."""
+def _gradients_of_terms(dbias: Tensor | None, dsinks: Tensor | None, count: int) -> tuple[Tensor | None, ...]:
+    """For each of `count` arguments: the terms, flat or in one piece (`features.pack`). None or an empty tensor stands
+    for no gradient; bias and sinks have more than one dimension."""
+    if count == 1:
+        return (None,)
     gradients: list[Tensor | None] = [None] * len(Terms._fields)
-    gradients[_BIAS] = dbias if dbias.dim() > 1 else None
-    gradients[_SINKS] = dsinks if dsinks.dim() > 1 else None
+    gradients[_BIAS] = dbias if dbias is not None and dbias.dim() > 1 else None
+    gradients[_SINKS] = dsinks if dsinks is not None and dsinks.dim() > 1 else None
     return tuple(gradients)
 
 
 def _save_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, *terms = inputs
-    _save(ctx, (q, k, v, *output), Terms(*terms))
+    _save(ctx, (q, k, v, *output), unpack(terms))
 
 
 def _save_backward(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
     grad_output, grad_lse, q, k, v, _, _, _, *terms = inputs
-    _save(ctx, (grad_output, grad_lse, q, k, v), Terms(*terms))
+    _save(ctx, (grad_output, grad_lse, q, k, v), unpack(terms))
 
 
 class _ReverseMode(torch.autograd.Function):
@@ -102,9 +115,9 @@ class _Attention(_ReverseMode):
         if gradients[0] is None and gradients[1] is None:
             return (None,) * len(ctx.needs_input_grad)
         tensors, terms = _saved(ctx)
-        args = (*gradients, *tensors, ctx.needs_input_grad[3 + _BIAS], *terms)
-        dq, dk, dv, dbias, dsinks = _call(attention_backward, *args)
-        return dq, dk, dv, *_gradients_of_terms(dbias, dsinks)
+        needs_bias = terms.bias is not None and ctx.needs_input_grad[3 + _BIAS]
+        dq, dk, dv, dbias, dsinks = _call(attention_backward, *gradients, *tensors, needs_bias, *pack(terms))
+        return dq, dk, dv, *_gradients_of_terms(dbias, dsinks, len(ctx.needs_input_grad) - 3)
 
 
 class _Backward(_ReverseMode):
@@ -120,10 +133,11 @@ class _Backward(_ReverseMode):
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
         tensors, terms = _saved(ctx)
         weights = [None if w is None or w.numel() == 0 else w for w in cotangents]
-        do, dl, dq, dk, dv, dbias, dsinks = _call(attention_double_backward, *weights, *tensors, *terms)
+        do, dl, dq, dk, dv, dbias, dsinks = _call(attention_double_backward, *weights, *tensors, *pack(terms))
         gradients = [x if y is not None else None for x, y in zip((do, dl), tensors[:2], strict=True)]
         # output and log-sum-exp are functions of q, k and v, whose gradients hold their share
-        return *gradients, dq, dk, dv, None, None, None, *_gradients_of_terms(dbias, dsinks)
+        of_terms = _gradients_of_terms(dbias, dsinks, len(ctx.needs_input_grad) - 8)
+        return *gradients, dq, dk, dv, None, None, None, *of_terms
 
 
 class _DoubleBackward(_ReverseMode):

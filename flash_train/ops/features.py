@@ -6,8 +6,9 @@ ends included, that its document has. `shift` is S - T where the last query is a
 the document. `causal` is right = 0.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -146,6 +147,26 @@ class Terms(NamedTuple):
 
 TENSORS = slice(Terms._fields.index("bias"), Terms._fields.index("left"))
 """Where `Terms` has its tensors."""
+
+
+def has_tensors(terms: Terms) -> bool:
+    for x in terms[TENSORS]:
+        if x is not None:
+            return True
+    return False
+
+
+def pack(terms: Terms) -> tuple[Any, ...]:
+    """`Terms` as the end of an operator's arguments: in one piece where they are numbers alone, else flat. Autograd
+    and the check for watchers (`library.below_autograd`) take a quarter of a microsecond for each argument."""
+    return terms if has_tensors(terms) else (terms,)
+
+
+def unpack(rest: Sequence[Any]) -> Terms:
+    """What `pack` was given."""
+    return rest[0] if len(rest) == 1 else Terms(*rest)
+
+
 SCHEMA = (
     "float scale, Tensor? bias, Tensor? allowed, Tensor? alibi_slopes, Tensor? sinks, Tensor? seed, Tensor? bounds, "
     "Tensor? query_document, Tensor? key_document, SymInt left, SymInt right, bool top_left, float soft_cap, "

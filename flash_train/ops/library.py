@@ -18,7 +18,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from flash_train.ops.choice import choose_implementation, hopper_backward_obstacle, hopper_forward_pays
 from flash_train.ops.double_backward import tiled_double_backward
-from flash_train.ops.features import SCHEMA, Terms
+from flash_train.ops.features import SCHEMA, Terms, unpack
+from flash_train.ops.kernels.again import repeat
 from flash_train.ops.tiled import tiled_attention, tiled_attention_backward
 
 _log = logging.getLogger(__name__)
@@ -41,7 +42,10 @@ attention_double_backward = torch.ops.flash_train.attention_double_backward.defa
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    terms = Terms(*rest)
+    return repeat(_attend, (q, k, v), unpack(rest))
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
     chosen = _chosen(q, k, v, terms)
     if chosen == "hopper" and terms.implementation == "flash" and not hopper_forward_pays(q, v):
         chosen = "triton"  # no step down, and not logged as one
@@ -56,7 +60,14 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tenso
         return tiled_attention(q, k, v, terms)
 
 
-def _backward(
+def _backward(*args: Any) -> tuple[Tensor | None, ...]:
+    saved, needs_bias, terms = args[:7], args[7], unpack(args[8:])
+    if needs_bias:
+        return _derive(*saved, terms=terms, needs_bias=True)
+    return repeat(_derive, saved, terms)
+
+
+def _derive(
     grad_output: Tensor | None,
     grad_lse: Tensor | None,
     q: Tensor,
@@ -64,10 +75,10 @@ def _backward(
     v: Tensor,
     output: Tensor,
     lse: Tensor,
-    needs_bias: bool,
-    *rest: Any,
-) -> tuple[Tensor, ...]:
-    terms = Terms(*rest)
+    terms: Terms,
+    *,
+    needs_bias: bool = False,
+) -> tuple[Tensor | None, ...]:
     if grad_output is None:  # only the log-sum-exp was used
         grad_output = torch.zeros((), dtype=output.dtype, device=output.device).expand(output.shape)
     saved = grad_output, grad_lse, q, k, v, output, lse
@@ -78,20 +89,28 @@ def _backward(
     if chosen == "hopper" and q.numel() and k.numel():
         from flash_train.ops.kernels.hopper.derivative import hopper_backward
 
-        gradients = *hopper_backward(*saved, terms), None, None  # it takes neither biases nor sinks
-    elif chosen != "tiled" and q.numel() and k.numel():
+        return *hopper_backward(*saved, terms), None, None  # it takes neither biases nor sinks
+    if chosen != "tiled" and q.numel() and k.numel():
         from flash_train.ops.kernels.backward import attention_backward as launch
 
-        gradients = launch(*saved, terms, needs_bias=needs_bias)
-    else:
-        with torch.autocast(q.device.type, enabled=False):
-            gradients = tiled_attention_backward(*saved, terms, needs_bias=needs_bias)
-    return tuple(q.new_empty(0) if x is None else x for x in gradients)
+        return launch(*saved, terms, needs_bias=needs_bias)
+    with torch.autocast(q.device.type, enabled=False):
+        return tiled_attention_backward(*saved, terms, needs_bias=needs_bias)
+
+
+def _as_declared(kernel: Callable[..., Any]) -> Callable[..., tuple[Tensor, ...]]:
+    """With an empty tensor where `kernel` answers None: a schema knows no result that may be absent."""
+
+    def declared(*args: Any) -> tuple[Tensor, ...]:
+        results = kernel(*args)
+        return tuple([results[0].new_empty(0) if x is None else x for x in results])
+
+    return declared
 
 
 def _double_backward(*args: Any) -> tuple[Tensor, ...]:
     *cotangents, grad_output, grad_lse, q, k, v = args[:10]
-    terms = Terms(*args[10:])
+    terms = unpack(args[10:])
     with _every_dispatch_key(), torch.autocast(q.device.type, enabled=False):
         results = tiled_double_backward(cotangents, grad_output, grad_lse, q, k, v, terms)
     present = (terms.bias is not None, terms.sinks is not None)
@@ -106,7 +125,7 @@ def _every_dispatch_key() -> Any:
 
 # every device: the choice is made inside
 _library.impl("attention", _forward, "CompositeExplicitAutograd")
-_library.impl("attention_backward", _backward, "CompositeExplicitAutograd")
+_library.impl("attention_backward", _as_declared(_backward), "CompositeExplicitAutograd")
 _library.impl("attention_double_backward", _double_backward, "CompositeExplicitAutograd")
 
 
@@ -140,10 +159,16 @@ def _fake_double_backward(*args: Any) -> tuple[Tensor, ...]:
 
 
 def below_autograd(operator: Callable[..., Any], *args: Any) -> Any:
+    """`Terms` come last, as by `features.pack`."""
     if _nobody_watches(args):
         return _KERNELS[operator](*args)
     with torch._C._AutoDispatchBelowAutograd():
-        return operator(*args)
+        return operator(*flat(args))
+
+
+def flat(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """An operator's arguments as its schema has them."""
+    return (*args[:-1], *args[-1]) if type(args[-1]) is Terms else args
 
 
 def _nobody_watches(args: tuple[Any, ...]) -> bool:
@@ -169,7 +194,7 @@ def _are_plain(args: tuple[Any, ...]) -> bool:
     return True
 
 
-_NO_TENSOR = {type(None), bool, int, float, str, torch.dtype}
+_NO_TENSOR = {type(None), bool, int, float, str, torch.dtype, Terms}  # `Terms` in one piece have no tensors
 _KERNELS: dict[Any, Callable[..., Any]] = {
     attention: _forward,
     attention_backward: _backward,
@@ -179,7 +204,7 @@ _KERNELS: dict[Any, Callable[..., Any]] = {
 
 def register(operator: Any, *, autograd: Callable[..., Any], vmap: Callable[..., Any]) -> None:
     """Give an operator its kernel under the Autograd key and its batching rule."""
-    _library.impl(operator._schema.name.removeprefix("flash_train::"), autograd, "Autograd")
+    _library.impl(operator._schema.name.removeprefix("flash_train::"), _as_declared(autograd), "Autograd")
     torch.library.register_vmap(operator, vmap, lib=_library)
 
 

@@ -14,6 +14,7 @@ from triton.runtime.errors import OutOfResources
 from flash_train.ops.choice import interpreting
 from flash_train.ops.dropout import threshold
 from flash_train.ops.features import UNBOUNDED, Terms
+from flash_train.ops.kernels.again import note_allocation, note_start
 from flash_train.ops.kernels.operands import as_numbers, descriptors, extras, large, vector
 from flash_train.ops.kernels.tables import Launch, lookup, smaller
 from flash_train.ops.kernels.tiles import HAS_ALLOWED, HAS_BIAS, HAS_SINKS, HAS_SLOPES, TOP_LEFT, Constants
@@ -23,7 +24,16 @@ _log = logging.getLogger(__name__)
 
 def empty(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
     """Uninitialised memory on `like`'s device. The launchers' one allocation: tests fill it with NaN."""
-    return torch.empty(shape, dtype=dtype or like.dtype, device=like.device)
+    x = torch.empty(shape, dtype=dtype or like.dtype, device=like.device)
+    note_allocation(x)
+    return x
+
+
+def zeros(like: Tensor, *shape: int, dtype: torch.dtype) -> Tensor:
+    """As `empty`, but zeros."""
+    x = torch.zeros(shape, dtype=dtype, device=like.device)
+    note_allocation(x, is_zero=True)
+    return x
 
 
 def blocks(length: int, size: int) -> int:
@@ -163,11 +173,14 @@ def run(kernel: Any, device: torch.device, programs: int, launch: Launch, key: A
     with _current(device):
         compiled = _COMPILED.get((key, launch))
         if compiled is not None:
-            return compiled[programs, 1, 1](*args)
-        # the default of enable_fp_fusion becomes off in Triton 3.10
-        compiled = kernel[(programs,)](*args, num_warps=launch.warps, num_stages=launch.stages, enable_fp_fusion=True)
-        if compiled is not None:  # the interpreter's answer
-            _COMPILED[key, launch] = compiled
+            compiled[programs, 1, 1](*args)
+        else:
+            # the default of enable_fp_fusion becomes off in Triton 3.10
+            options = dict(num_warps=launch.warps, num_stages=launch.stages, enable_fp_fusion=True)
+            compiled = kernel[(programs,)](*args, **options)
+            if compiled is not None:  # the interpreter's answer
+                _COMPILED[key, launch] = compiled
+    note_start(compiled, programs, args)
 
 
 _COMPILED: dict[Any, Any] = {}

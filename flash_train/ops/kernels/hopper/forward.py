@@ -27,7 +27,7 @@ from flash_train.ops.kernels.hopper.masks import hide
 from flash_train.ops.kernels.hopper.places import key_tiles, locate
 from flash_train.ops.kernels.hopper.shim import bar_arrive, bar_sync, describe, exp2, fetch_add, load, store, view
 from flash_train.ops.kernels.hopper.tables import FORWARD, LONG, SHARED_BYTES, Forward, tile_width
-from flash_train.ops.kernels.launch import blocks, compiled_features, empty, run
+from flash_train.ops.kernels.launch import blocks, compiled_features, empty, run, zeros
 from flash_train.ops.kernels.operands import readable
 from flash_train.ops.kernels.tables import Launch
 from flash_train.ops.kernels.tiles import LN_2, LOG2_E, LOWEST
@@ -394,7 +394,7 @@ def hopper_forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tenso
     tiles = blocks(T, block_t) * B * H
     programs = tiles if T > LONG else min(tiles, multiprocessors(q.device))
     persistent = programs < tiles
-    counter = empty(q, 1, dtype=torch.int32).zero_() if persistent else lse  # which then is not read
+    counter = zeros(q, 1, dtype=torch.int32) if persistent else lse  # which then is not read
     inputs = [describe(readable(x), *tile) for x, tile in ((q, (64, d)), (k, (row.block_s, d)), (v, (row.block_s, e)))]
     run(
         hopper_forward_kernel, q.device, programs, Launch(block_t, row.block_s, 4, row.stages),
