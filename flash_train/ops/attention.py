@@ -1,11 +1,14 @@
 """`flash_attention`: what the operation means, what it accepts, and which implementation runs."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from flash_train.ops.checks import (
     DTYPES,
     check_attended,
+    check_dense,
     check_device,
     check_dropout,
     check_flag,
@@ -15,7 +18,8 @@ from flash_train.ops.checks import (
 from flash_train.ops.choice import IMPLEMENTATIONS, Choice, choose_implementation
 from flash_train.ops.derivatives import attend
 from flash_train.ops.documents import Documents
-from flash_train.ops.features import NO_MASK, NO_SCORE, Mask, Score, Terms, flatten
+from flash_train.ops.features import NO_MASK, NO_SCORE, Mask, Score, Terms, flatten, has_tensors
+from flash_train.ops.kept import keep
 from flash_train.ops.reference import default_scale, naive_attention, safe_attention
 from flash_train.ops.sdpa import sdpa_attention
 
@@ -233,6 +237,49 @@ def _terms(
     implementation: str,
 ) -> Terms:
     """The arguments, checked and flat; a ValueError for what no implementation takes."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_dense(name, x)
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    key = None
+    if mask is None and score is None and not torch.compiler.is_compiling():
+        options = causal, scale, dropout, deterministic, output_dtype, implementation
+        key = (
+            q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, options,
+            *map(type, options),  # as 1 == True == 1.0
+        )  # fmt: skip
+    try:
+        terms = _KNOWN.get(key)
+    except TypeError:  # an option that has no hash, which is refused below, or a length that is a symbol
+        key = terms = None
+    if terms is None:
+        terms = _checked_terms(
+            q, k, v, causal=causal, mask=mask, score=score, scale=scale, dropout=dropout, deterministic=deterministic,
+            output_dtype=output_dtype, implementation=implementation,
+        )  # fmt: skip
+        if key is not None and not has_tensors(terms):
+            keep(_KNOWN, key, terms)
+    return terms
+
+
+_KNOWN: dict[Any, Terms] = {}
+"""By shapes, dtypes, devices and options: what calls with no tensor beside q, k and v were flattened to."""
+
+
+def _checked_terms(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    mask: Mask | None,
+    score: Score | None,
+    scale: float | None,
+    dropout: float,
+    deterministic: bool,
+    output_dtype: torch.dtype | None,
+    implementation: str,
+) -> Terms:
     check_attended(q, k, v)
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}")
@@ -248,8 +295,6 @@ def _terms(
             f"output_dtype must hold what the inputs' holds, {q.dtype}, got {output_dtype}, and the backward reads the "
             "output; cast the result instead"
         )
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
     check_flag("deterministic", deterministic)
     return flatten(
         q, k, _one_mask(causal, mask), NO_SCORE if score is None else score,

@@ -68,11 +68,13 @@ def whole_number(x: object) -> int | None:
         return None
 
 
+def check_dense(name: str, x: Tensor) -> None:
+    if x.layout != torch.strided or x.is_nested:
+        raise ValueError(f"{name} must be dense, got {x.layout}; use .to_dense(), or flash_attention_packed")
+
+
 def check_attended(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """That q [B, H, T, D], k [B, G, S, D] and v [B, G, S, E] fit together."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.layout != torch.strided or x.is_nested:
-            raise ValueError(f"{name} must be dense, got {x.layout}; use .to_dense(), or flash_attention_packed")
+    """That dense q [B, H, T, D], k [B, G, S, D] and v [B, G, S, E] fit together."""
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         raise ValueError(
             "q, k and v must be [B, H, T, D], [B, G, S, D] and [B, G, S, E], "

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from flash_train.ops.batching import fold_batch
-from flash_train.ops.features import TENSORS, Terms, pack, unpack
+from flash_train.ops.features import TENSORS, Terms, has_tensors, pack, unpack
 from flash_train.ops.library import (
     attention,
     attention_backward,
@@ -57,18 +57,25 @@ def _autograd(operator: Callable[..., Any], *args: Any) -> Any:
 _BIAS, _SINKS = Terms._fields.index("bias"), Terms._fields.index("sinks")
 
 
-def _save(ctx: Any, tensors: tuple[Tensor | None, ...], terms: Terms) -> None:
-    ctx.save_for_backward(*tensors, *terms[TENSORS])
-    ctx.options = terms[: TENSORS.start], terms[TENSORS.stop :]
+def _save(ctx: Any, tensors: tuple[Any, ...], terms: Terms) -> None:
+    if has_tensors(terms):
+        tensors = *tensors, *terms[TENSORS]
+        terms = _with_tensors(terms, (None,) * (TENSORS.stop - TENSORS.start))
+    ctx.save_for_backward(*tensors)
+    ctx.terms = terms
     ctx.set_materialize_grads(False)  # an unused log-sum-exp costs no gradient of zeros
 
 
 def _saved(ctx: Any) -> tuple[tuple[Any, ...], Terms]:
-    """(tensors, terms) as they were saved."""
+    """(five tensors, terms) as they were saved."""
     saved = ctx.saved_tensors  # once: activation checkpointing gives each of them out a single time
-    count = len(saved) - (TENSORS.stop - TENSORS.start)
-    before, after = ctx.options
-    return saved[:count], Terms(*before, *saved[count:], *after)
+    return saved[:5], _with_tensors(ctx.terms, saved[5:]) if len(saved) > 5 else ctx.terms
+
+
+def _with_tensors(terms: Terms, tensors: tuple[Any, ...]) -> Terms:
+    fields: list[Any] = [*terms]
+    fields[TENSORS] = tensors
+    return Terms(*fields)
 
 
 def _gradients_of_terms(dbias: Tensor | None, dsinks: Tensor | None, count: int) -> tuple[Tensor | None, ...]:

@@ -14,9 +14,7 @@ import torch
 from torch import Tensor
 
 from flash_train.ops.features import Terms, has_tensors
-
-LARGEST_NUMBER = 1024
-"""Of calls that are kept; one more, and all are forgotten."""
+from flash_train.ops.kept import keep
 
 
 class Plan(NamedTuple):
@@ -56,9 +54,7 @@ def repeat(call: Callable[..., Any], inputs: tuple[Tensor | None, ...], terms: T
         results = call(*inputs, terms)
     plan = watch.plan(addresses, results)
     if plan is not None:
-        if len(_PLANS) >= LARGEST_NUMBER:
-            _PLANS.clear()
-        _PLANS[key] = plan
+        keep(_PLANS, key, plan)
     return results
 
 
