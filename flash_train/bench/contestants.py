@@ -59,15 +59,20 @@ def _document_ids(case: Case, device: torch.device) -> Tensor:
     return torch.arange(len(lengths), device=device).repeat_interleave(lengths)
 
 
+def mask_of(case: Case, device: torch.device) -> Mask:
+    """What the case's queries see, as `flash_attention` is told."""
+    documents = None
+    if case.documents is not None:
+        documents = Documents.from_ids(_document_ids(case, device).expand(case.B, -1))
+    return Mask(case.causal, case.window, documents=documents)
+
+
 def _own(implementation: str) -> Prepare:
     def prepare(case: Case, inputs: Inputs) -> Contestant:
         q, k, v, _ = inputs
         if implementation == "triton" and q.device.type == "cpu":
             raise Unavailable("Triton needs a GPU; its interpreter's speed says nothing")
-        documents = None
-        if case.documents is not None:
-            documents = Documents.from_ids(_document_ids(case, q.device).expand(case.B, -1))
-        mask = Mask(case.causal, case.window, documents=documents)
+        mask = mask_of(case, q.device)
         terms = flatten(q, k, mask, NO_SCORE, scale=case.scale, dropout=0.0, implementation=implementation)
         return Contestant(
             lambda q, k, v: flash_attention(q, k, v, mask=mask, implementation=implementation),

@@ -64,7 +64,7 @@ def _line(entry: Entry, direction: str, reference: Entry | None, matmul: Sequenc
     return [
         entry.contestant + ran,
         direction,
-        _human_time(entry.seconds(direction)),
+        human_time(entry.seconds(direction)),
         f"{100 * entry.spread(direction):.1f} %",
         f"{speed / 1e12:.3g}",
         f"{100 * speed / median(matmul):.3g} %",
@@ -135,7 +135,7 @@ def _reference(entries: Sequence[Entry], settings: Settings) -> Entry | None:
     return found[0] if found else None
 
 
-def _human_time(seconds: float) -> str:
+def human_time(seconds: float) -> str:
     unit, factor = next(((u, f) for u, f in (("s", 1), ("ms", 1e3)) if seconds * f >= 1), ("us", 1e6))
     digits = max(0, 2 - math.floor(math.log10(seconds * factor)))
     return f"{seconds * factor:.{digits}f} {unit}"

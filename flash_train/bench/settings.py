@@ -9,6 +9,8 @@ import torch
 
 from flash_train.bench.cases import DIRECTIONS, Case, read_case
 from flash_train.bench.contestants import CONTESTANTS
+from flash_train.ops.choice import choose_implementation, interpreting
+from flash_train.ops.kernels.tables import Launch, check_launch
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -37,6 +39,23 @@ class Settings(Contest):
     graph: bool
 
 
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """What `flash-bench tune=true` does; the keys of conf/bench.yaml, explained there."""
+
+    cases: tuple[Case, ...]
+    kernels: tuple[str, ...]
+    """Those of `tables.DIRECTIONS` that the directions are made of."""
+    launches: tuple[Launch, ...] | None
+    """The candidates; None: a grid."""
+    device: torch.device
+    dtype: torch.dtype
+    rounds: int
+    seconds: float
+    graph: bool
+    seed: int
+
+
 def read_settings(config: Mapping[str, Any]) -> Settings:
     """The settings in a composed configuration. Raises ValueError, in one sentence, for what makes no measurement."""
     contest = _read_contest(config, tuple(DIRECTIONS))
@@ -56,6 +75,57 @@ def read_settings(config: Mapping[str, Any]) -> Settings:
         reference=config["reference"],
         graph=config["graph"],
     )
+
+
+def read_tuning(config: Mapping[str, Any]) -> Tuning | None:
+    """The settings of a search for launches; None if none is asked for. Raises ValueError as `read_settings`."""
+    _flag("tune", config["tune"])
+    given = config["launches"]
+    if not config["tune"]:
+        if given is not None:
+            raise ValueError(f"launches are what tune=true tries, got launches={given!r} without it; add tune=true")
+        return None
+    settings = read_settings(config)
+    if config["contestants"] is not None:
+        raise ValueError(
+            "tune=true times this package's Triton kernels against themselves, got contestants="
+            f"{config['contestants']}; leave contestants out"
+        )
+    if settings.compile_mode is not None:
+        raise ValueError("tune=true times kernels by themselves, got compile=on; leave compile out")
+    if settings.rounds < 2:
+        raise ValueError("rounds must be 2 or more with tune=true, to tell a gain from the spread, got 1")
+    if settings.device.type == "cpu" and not interpreting():
+        raise ValueError(
+            "tune=true times launches on a GPU, got device=cpu; add device=cuda, or try it out with "
+            "TRITON_INTERPRET=1, whose times say nothing"
+        )
+    if settings.device.type == "cuda" and interpreting():
+        raise ValueError("tune=true times compiled kernels, and TRITON_INTERPRET=1 interprets them; unset it")
+    for case in settings.cases:
+        q, v = (torch.empty(1, 1, 1, size, dtype=settings.dtype, device=settings.device) for size in (case.D, case.E))
+        choose_implementation("triton", q, q, v)
+    kernels = {"forward": ("forward",), "backward": ("dkdv", "dq"), "both": ("forward", "dkdv", "dq")}
+    return Tuning(
+        cases=settings.cases,
+        kernels=tuple(dict.fromkeys(kernel for direction in settings.directions for kernel in kernels[direction])),
+        launches=None if given is None else _read_launches(given),
+        device=settings.device,
+        dtype=settings.dtype,
+        rounds=settings.rounds,
+        seconds=settings.seconds,
+        graph=settings.graph,
+        seed=settings.seed,
+    )
+
+
+def _read_launches(given: object) -> tuple[Launch, ...]:
+    if not isinstance(given, list) or not given or not all(isinstance(node, dict) for node in given):
+        raise ValueError(
+            "launches must be null for a grid, or a list of launches like "
+            f"{{block_t: 64, block_s: 64, warps: 4, stages: 2}}, got {given!r}"
+        )
+    return tuple(check_launch(f"launches[{index}]", node) for index, node in enumerate(given))
 
 
 def read_traffic(config: Mapping[str, Any]) -> Contest:
