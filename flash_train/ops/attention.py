@@ -241,23 +241,20 @@ def _terms(
         check_dense(name, x)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    key = None
-    if mask is None and score is None and not torch.compiler.is_compiling():
-        options = causal, scale, dropout, deterministic, output_dtype, implementation
-        key = (
-            q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, options,
-            *map(type, options),  # as 1 == True == 1.0
-        )  # fmt: skip
+    options = causal, scale, dropout, deterministic, output_dtype, implementation
+    if mask is not None or score is not None or torch.compiler.is_compiling():
+        return _checked_terms(q, k, v, mask, score, *options)
+    key = (
+        q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, options,
+        *map(type, options),  # as 1 == True == 1.0
+    )  # fmt: skip
     try:
         terms = _KNOWN.get(key)
-    except TypeError:  # an option that has no hash, which is refused below, or a length that is a symbol
-        key = terms = None
+    except TypeError:  # an option that has no hash, which is refused now, or a length that is a symbol
+        return _checked_terms(q, k, v, None, None, *options)
     if terms is None:
-        terms = _checked_terms(
-            q, k, v, causal=causal, mask=mask, score=score, scale=scale, dropout=dropout, deterministic=deterministic,
-            output_dtype=output_dtype, implementation=implementation,
-        )  # fmt: skip
-        if key is not None and not has_tensors(terms):
+        terms = _checked_terms(q, k, v, None, None, *options)
+        if not has_tensors(terms):
             keep(_KNOWN, key, terms)
     return terms
 
@@ -270,10 +267,9 @@ def _checked_terms(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
-    causal: bool,
     mask: Mask | None,
     score: Score | None,
+    causal: bool,
     scale: float | None,
     dropout: float,
     deterministic: bool,

@@ -38,13 +38,10 @@ def repeat(call: Callable[..., Any], inputs: tuple[Tensor | None, ...], terms: T
     """
     present = [x for x in inputs if x is not None]
     device = present[0].device
+    if not _is_current(device) or present[0].dtype == torch.float32 or has_tensors(terms):
+        return call(*inputs, terms)
     addresses = [x.data_ptr() for x in present]
-    if (
-        not _is_current(device)
-        or present[0].dtype == torch.float32
-        or has_tensors(terms)
-        or any([address % 16 for address in addresses])
-    ):
+    if any([address % 16 for address in addresses]):
         return call(*inputs, terms)
     key = call, device, terms, *[None if x is None else (x.shape, x.stride(), x.dtype) for x in inputs]
     plan = _PLANS.get(key)
