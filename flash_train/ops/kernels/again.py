@@ -63,8 +63,8 @@ def _is_observed() -> bool:
     """Whether somebody, a profiler say, wants to hear of each launch, as Triton's own way of launching tells."""
     from triton import knobs
 
-    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    return any([getattr(hook, "calls", hook) for hook in hooks])
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 def _carry_out(plan: Plan, addresses: list[int], device: torch.device) -> tuple[Tensor | None, ...]:
