@@ -13,20 +13,24 @@ _THREADS = 32
 _REGISTERS = 232
 """Of a thread's 255; addresses and the rows' state need some."""
 
+_IN_REGISTERS = ("sm_80", "sm_86", "sm_90")
+"""Where accumulators lie in threads' registers, 255 a thread: sm_100 has a memory for them, gfx942 other registers."""
+
 
 def candidates(
-    direction: str, widths: tuple[int, int], itemsize: int, *, shared_bytes: int
+    architecture: str, direction: str, widths: tuple[int, int], itemsize: int, *, shared_bytes: int
 ) -> dict[Launch, str | None]:
     """A grid of launches, each with the reason why it is not even compiled, or None.
 
-    A reason is certain: accumulators and scores alone need more registers than a thread has, or the tiles that wait
-    (one fewer than there are stages) more than `shared_bytes`. `widths` are `launch.tile_widths`.
+    A reason is certain: accumulators and scores alone need more registers than a thread has, where we know how many
+    that are, or the tiles that wait (one fewer than there are stages) more than `shared_bytes`. `widths` are
+    `launch.tile_widths`.
     """
     d, e = widths
     found = {}
     for t, s, warps, stages in product(_BLOCKS, _BLOCKS, _WARPS, _STAGES):
         numbers = {
-            "forward": (t * e + t * s),
+            "forward": t * e + t * s,
             "dkdv": s * (d + e) + 2 * s * t,
             "dq": t * d + 2 * t * s,
         }[direction] / (_THREADS * warps)  # fp32, a register each  # fmt: skip
@@ -35,7 +39,7 @@ def candidates(
         if held < 32 or t * s * itemsize < _SCORES * warps:
             continue
         reason = None
-        if numbers > _REGISTERS:
+        if architecture in _IN_REGISTERS and numbers > _REGISTERS:
             reason = f"its accumulators and scores take {numbers:.0f} registers of a thread, {_REGISTERS} there are"
         elif waiting > shared_bytes:
             reason = f"its waiting tiles take {waiting} bytes of shared memory, {shared_bytes} there are"

@@ -6,7 +6,6 @@ launch's time is that of one call of each.
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
 
@@ -18,6 +17,7 @@ from flash_train.bench.candidates import candidates
 from flash_train.bench.cases import Case, make_inputs
 from flash_train.bench.clock import graph_size, sample, stretch
 from flash_train.bench.portable import Built, Job, Kernels, build, failure, in_processes, like
+from flash_train.bench.search import Search, Trial
 from flash_train.bench.settings import Tuning
 from flash_train.bench.truth import Truth
 from flash_train.bench.work import Call, captured
@@ -25,102 +25,14 @@ from flash_train.ops.choice import interpreting
 from flash_train.ops.kernels.launch import architecture, tile_widths
 from flash_train.ops.kernels.tables import DENSE, TABLE, Launch, Place, Provenance, Row, Table, lookup, smaller
 
-STATISTIC = (
-    "time: of one call of each problem, the median over the rounds; spread: (slowest round - fastest) / that; a row is "
-    "replaced where the fastest launch gains more than the spreads, and 1 % at least"
-)
-LEAST_GAIN = 0.01
 _FAR_BEHIND = 1.25
 """Times as slow as the fastest in the first round: what is slower is not timed again."""
+_WORKER_BYTES = 2**30
+"""Of the GPU's memory, for a process that compiles: CUDA itself takes half of it."""
 Clock = Callable[[Launch, Call], tuple[float, ...]]
 """Seconds a call, some samples of a round."""
 Build = Callable[[Sequence[Job], Callable[[], object]], dict[Job, Built]]
 """What becomes of each job; the function is called as each gets ready."""
-
-
-@dataclass(kw_only=True)
-class Trial:
-    """What became of a launch.
-
-    `status`: ok; slow (far behind after the first round, and not timed again); too large (for registers or shared
-    memory) and spills (more than the present launch does), both never started; wrong (`why` says how far) and failed
-    (it crashed), both never timed.
-    """
-
-    launch: Launch
-    status: str = "ok"
-    why: str | None = None
-    built: Built = Built()
-    samples: dict[str, list[tuple[float, ...]]] = field(default_factory=dict)
-    """By problem: of each round, seconds a call."""
-
-    def by_round(self) -> list[float]:
-        """Seconds of one call of each problem, by the medians of the rounds that all of them have."""
-        rounds = zip(*self.samples.values(), strict=False)
-        return [sum(median(samples) for samples in of_problems) for of_problems in rounds]
-
-    @property
-    def timed(self) -> bool:
-        return self.status in ("ok", "slow") and bool(self.samples)
-
-    @property
-    def seconds(self) -> float:
-        """The median of the rounds."""
-        return median(self.by_round())
-
-    @property
-    def spread(self) -> float:
-        """(the slowest round - the fastest) / the median."""
-        found = self.by_round()
-        return (max(found) - min(found)) / median(found)
-
-
-@dataclass(kw_only=True)
-class Search:
-    """The launches that are tried for one row of the table, and on which problems."""
-
-    place: Place
-    """Of the row that would be written."""
-    direction: str
-    dense: bool
-    cases: tuple[Case, ...]
-    """Those that take longest first."""
-    present: Launch | None
-    """What runs today: the table's, or the next smaller one that fits."""
-    trials: list[Trial]
-    left_out: dict[str, str] = field(default_factory=dict)
-    """By problem: why it took no part."""
-
-    def leave_out(self, case: Case, why: str) -> None:
-        self.left_out[str(case)] = why
-        for trial in self.trials:
-            trial.samples.pop(str(case), None)
-
-    def trial(self, launch: Launch | None) -> Trial | None:
-        return next((trial for trial in self.trials if trial.launch == launch), None)
-
-    @property
-    def fastest(self) -> Trial | None:
-        return min((x for x in self.trials if x.timed and x.status == "ok"), key=lambda x: x.seconds, default=None)
-
-    @property
-    def gain(self) -> float | None:
-        """The share of the present launch's time that the fastest one saves, the median over the rounds."""
-        fastest, present = self.fastest, self.trial(self.present)
-        if fastest is None or present is None or not present.timed:
-            return None
-        return 1 - median(own / other for own, other in zip(fastest.by_round(), present.by_round(), strict=True))
-
-    @property
-    def replacement(self) -> Launch | None:
-        """The launch that takes the row's place: what gains more than is uncertain, or whatever is right if the present
-        one is not."""
-        fastest, present = self.fastest, self.trial(self.present)
-        if fastest is None or fastest is present:
-            return None
-        if present is None or self.gain is None:
-            return fastest.launch
-        return fastest.launch if self.gain > max(LEAST_GAIN, fastest.spread, present.spread) else None
 
 
 def tune(
@@ -164,7 +76,7 @@ def _search(settings: Tuning, direction: str, width: int, cases: Sequence[Case],
     present = lookup(name, direction, itemsize, width, dense=dense)
     if settings.launches is None:
         widest = max((tile_widths(case.D, case.E) for case in cases), key=sum)
-        tried = candidates(direction, widest, itemsize, shared_bytes=_shared_bytes(settings.device))
+        tried = candidates(name, direction, widest, itemsize, shared_bytes=_shared_bytes(settings.device))
     else:
         tried = dict.fromkeys(settings.launches)
     reasons = {present: None} | {launch: why for launch, why in tried.items() if launch != present}
@@ -241,8 +153,10 @@ def _note(trial: Trial, built: Sequence[Built]) -> None:
 def _build(jobs: Sequence[Job], ready: Callable[[], object]) -> dict[Job, Built]:
     if interpreting():  # nothing is compiled
         return dict.fromkeys(jobs, Built())
+    free = torch.cuda.mem_get_info(jobs[0].device)[0]
+    workers = max(1, min(len(os.sched_getaffinity(0)), len(jobs), free // _WORKER_BYTES))
     found = {}
-    for job, built in in_processes(build, jobs, min(len(os.sched_getaffinity(0)), len(jobs))):
+    for job, built in in_processes(build, jobs, workers):
         found[job] = built or Built(status="failed", why="the process that compiled it died")
         ready()
     return found

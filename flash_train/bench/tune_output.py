@@ -10,8 +10,9 @@ from rich.console import Console
 from rich.table import Table as Lines
 
 from flash_train.bench.output import human_time
+from flash_train.bench.search import STATISTIC, Search, Trial
 from flash_train.bench.settings import Tuning
-from flash_train.bench.tune import STATISTIC, Search, Trial, tuned
+from flash_train.bench.tune import tuned
 from flash_train.comparison.results import write_json
 from flash_train.comparison.text import human_bytes
 from flash_train.ops.kernels.tables import VARIABLE, Launch, Provenance, write_table

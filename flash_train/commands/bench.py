@@ -67,7 +67,8 @@ def tune_launches(tuning: "Tuning", folder: Path, facts: dict[str, Any], console
         TimeRemainingColumn,
     )
 
-    from flash_train.bench.tune import STATISTIC, Search, tune
+    from flash_train.bench.search import STATISTIC, Search
+    from flash_train.bench.tune import tune
     from flash_train.bench.tune_output import how_to_adopt, print_search, write_tuning
 
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
