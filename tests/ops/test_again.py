@@ -19,6 +19,7 @@ from flash_train.ops.attention import flash_attention, flash_attention_with_lse
 from flash_train.ops.features import Terms
 from flash_train.ops.kernels import again, launch
 from flash_train.ops.kernels.hopper import forward
+from flash_train.ops.kernels.tables import Launch
 
 
 class Heard(list):
@@ -218,3 +219,55 @@ def test_what_is_refused_is_refused_after_the_like_of_it_was_taken(given: dict[s
         flash_attention(q, q, q, **taken | given)
     with pytest.raises(ValueError, match="q must be dense"):
         flash_attention(q.to_sparse(), q, q, **taken)
+
+
+def test_a_kept_call_is_not_done_again_at_an_address_that_is_no_multiple_of_16_bytes(heard):
+    q, k, v, _ = tensors()
+    flash_attention_with_lse(q, k, v, implementation="triton")
+    heard.clear()
+    skewed = torch.randn(1 + q.numel(), dtype=q.dtype)[1:].view(2, 300, 3, 64).transpose(1, 2)
+    assert skewed.stride() == k.stride() and len(again._PLANS) == 1
+    flash_attention_with_lse(q, skewed, v, implementation="triton")
+    assert heard and skewed.data_ptr() not in heard.addresses()
+
+
+def test_zeros_are_zeros_when_a_call_is_done_again(heard, monkeypatch):
+    def count(x, terms):
+        counter = launch.zeros(x, 5, dtype=torch.int32)
+        launch.run(None, x.device, 1, Launch(1, 1, 1, 1), "count", x, counter)
+        return (counter,)
+
+    x = torch.zeros(16, dtype=torch.bfloat16)
+    again.repeat(count, (x,), Terms(1.0))
+    monkeypatch.setattr(torch, "empty_strided", lambda shape, strides, **kind: torch.ones(shape, dtype=kind["dtype"]))
+    assert again.repeat(count, (x,), Terms(1.0))[0].tolist() == [0] * 5 and len(heard) == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", ["hopper", "triton"])
+@pytest.mark.parametrize("shape", [(1, 128, 12, 64), (8, 500, 12, 64), (2, 77, 3, 128)])  # the second: programs walk
+def test_on_a_gpu_done_again_a_call_gives_what_it_gives_first(implementation, shape):
+    if implementation == "hopper" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+
+    def results(seed: int) -> tuple[Tensor, ...]:
+        torch.manual_seed(seed)
+        q, k, v, do = (torch.randn(shape, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in range(4))
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        poison = [torch.full((2**n,), float("nan"), device="cuda") for n in range(6, 24)]
+        del poison  # so that memory that is not written is NaN
+        output, lse = flash_attention_with_lse(*leaves, causal=True, implementation=implementation)
+        return output, lse, *torch.autograd.grad((output, lse), leaves, (do, lse.detach()))
+
+    again._PLANS.clear()
+    expected = results(1)
+    again._PLANS.clear()
+    results(0)
+    kept = dict(again._PLANS)
+    repeated = results(1)
+    assert len(kept) == 2 and kept == again._PLANS
+    for name, x, y in zip(("output", "lse", "dq", "dk", "dv"), repeated, expected, strict=True):
+        if implementation == "hopper" and name == "dq":  # summed in any order
+            torch.testing.assert_close(x, y)
+        else:
+            assert torch.equal(x, y), name
