@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 from rich.console import Console
 from rich.progress import Progress
 
@@ -23,10 +24,15 @@ from flash_train.bench.tune_output import print_search, write_tuning
 from flash_train.bench.work import Call
 from flash_train.commands.bench import main
 from flash_train.ops.attention import Mask, Score, flash_attention_with_lse
+from flash_train.ops.choice import interpreting
 from flash_train.ops.kernels import tables
 from flash_train.ops.kernels.tables import DIRECTIONS, Launch, Place, lookup
 from tests.commands.conftest import Command
 
+INTERPRETED = pytest.mark.skipif(
+    not interpreting() or triton.__version__.startswith("3.6."),
+    reason="needs Triton's interpreter (TRITON_INTERPRET=1); 3.6's reads loop bounds in a way that NumPy 2.4 refuses",
+)
 PRESENT = lookup("interpreter", "forward", 4, 16)
 FAST, FASTER, SLOW = Launch(16, 32, 4, 1), Launch(16, 16, 4, 1), Launch(32, 32, 4, 1)
 CASE = {"B": 1, "H": 2, "G": 1, "T": 37, "S": 41, "D": 16, "E": 8, "causal": True}
@@ -85,6 +91,7 @@ def statuses(found: Search) -> dict[Launch, str]:
     return {trial.launch: trial.status for trial in found.trials}
 
 
+@INTERPRETED
 def test_a_wrong_candidate_never_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     spoiled = {
         ("forward", FASTER): "output",
@@ -110,6 +117,7 @@ def test_a_wrong_candidate_never_wins(monkeypatch: pytest.MonkeyPatch) -> None:
             assert name is None or f"{name.removeprefix('found_')} is off by 1.0e-03 of its norm" in str(trial.why)
 
 
+@INTERPRETED
 def test_a_wrong_present_launch_is_replaced_and_told(
     command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -135,6 +143,7 @@ def test_a_wrong_present_launch_is_replaced_and_told(
     assert found[Place("interpreter", 4, "forward_dense", 16)].launch == FAST
 
 
+@INTERPRETED
 def test_what_does_not_fit_or_spills_is_skipped_with_its_reason(capsys: pytest.CaptureFixture) -> None:
     large, spilling, broken = Launch(128, 128, 4, 4), Launch(64, 64, 4, 1), Launch(128, 16, 8, 1)
     built = {
@@ -162,6 +171,7 @@ def test_what_does_not_fit_or_spills_is_skipped_with_its_reason(capsys: pytest.C
     assert line == "32x16 warps 4 stages 1 1.20 s 0.0 % 91.7 % 255 8 1.00 KiB present".split()
 
 
+@INTERPRETED
 def test_where_the_present_launch_does_not_fit_the_next_smaller_one_is_what_others_are_measured_by() -> None:
     small = tables.smaller(PRESENT)
     assert small is not None
@@ -172,6 +182,7 @@ def test_where_the_present_launch_does_not_fit_the_next_smaller_one_is_what_othe
     assert (found.present, found.replacement, found.gain) == (None, FAST, None)
 
 
+@INTERPRETED
 @pytest.mark.parametrize(
     ("fast", "present", "replaced"),
     [
@@ -191,6 +202,7 @@ def test_the_present_launch_stays_unless_the_gain_exceeds_the_spread(
     assert found.replacement == (FAST if replaced else None)
 
 
+@INTERPRETED
 def test_rounds_go_in_turns_and_who_is_far_behind_is_timed_once() -> None:
     turns: list[Launch] = []
     plain, dense = search(settings(FAST, SLOW), {PRESENT: [1.0], FAST: [1.1], SLOW: [2.0]}, turns=turns)
@@ -198,6 +210,7 @@ def test_rounds_go_in_turns_and_who_is_far_behind_is_timed_once() -> None:
     assert statuses(plain) == statuses(dense) == {PRESENT: "ok", FAST: "ok", SLOW: "slow"}
 
 
+@INTERPRETED
 def test_problems_of_one_width_are_timed_together_and_one_that_is_out_of_memory_takes_no_part(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -221,6 +234,7 @@ def test_problems_of_one_width_are_timed_together_and_one_that_is_out_of_memory_
     assert trial is not None and trial.by_round() == [1.0, 1.0, 1.0]
 
 
+@INTERPRETED
 def test_what_is_written_is_what_lookup_then_answers_with_its_provenance(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -352,6 +366,7 @@ WRONG: dict[tuple[str, ...], str] = {
 }
 
 
+@INTERPRETED
 @pytest.mark.parametrize("arguments", WRONG, ids=" ".join)
 def test_what_is_no_search_is_refused_in_one_line(command: Command, arguments: tuple[str, ...]) -> None:
     answer = command(main, *arguments)
