@@ -110,10 +110,10 @@ class Watch:
             if view.numel() != x.numel() or view.dtype != x.dtype:
                 return None
             allocations.append((is_zero, view.shape, view.stride(), x.dtype))
-        starts = [start_of(*each, known) for each in self.started]
-        if not starts or None in starts:
+        starts = [start for each in self.started if (start := start_of(*each, known)) is not None]
+        if not starts or len(starts) < len(self.started):
             return None
-        return Plan(allocations, starts, [None if x is None else new.index(x.data_ptr()) for x in results])  # pyright: ignore
+        return Plan(allocations, starts, [None if x is None else new.index(x.data_ptr()) for x in results])
 
 
 class _Here(threading.local):
@@ -160,7 +160,7 @@ def start_of(
     else:
         return None
     flat, pointers, maps = [], [], []
-    described = iter(compiled.metadata.tensordesc_meta or ())
+    described = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
     for x in args:
         base = x if isinstance(x, Tensor) else getattr(x, "base", None)
         if base is None:
@@ -170,8 +170,10 @@ def start_of(
         elif base is x:
             pointers.append((len(flat), known[base.data_ptr()]))
             flat.append(None)
+        elif (meta := next(described, None)) is None:  # taken apart into numbers, on GPUs without the copy engine
+            return None
         else:
-            maps.append((len(flat), known[base.data_ptr()], _geometry(x, next(described))))
+            maps.append((len(flat), known[base.data_ptr()], _geometry(x, meta)))
             flat += [None, *x.shape, *x.strides]
     encode = getattr(driver.active.utils, encode)
 
