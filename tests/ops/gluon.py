@@ -109,14 +109,12 @@ def run_on_cpu(
     module: Any, kernel: Any, program: int, args: tuple[Any, ...], programs: int = 1, **instead: Any
 ) -> None:
     """One program of a kernel of the module; `instead` of functions of the module others are called."""
-    named, lock = [Barrier() for _ in range(16)], threading.Lock()
-    for barrier in named:
-        barrier.count = 2
+    named, lock, here = [Barrier() for _ in range(16)], threading.Lock(), threading.local()
 
     def reduce_add(x: Descriptor, at: list[int], tile: Shared) -> None:
-        here, place = x.inside(at)
+        inside, place = x.inside(at)
         with lock:
-            here += tile.data[place]
+            inside += tile.data[place]
 
     def fetch_add(pointer: Pointer) -> int:
         with lock:
@@ -134,12 +132,11 @@ def run_on_cpu(
             assert barrier.changed.wait_for(lambda: barrier.phase % 2 != parity, TIMEOUT), "deadlock"
 
     def meet(number: Any, threads: int, *, stay: bool = True) -> None:
-        """Two warpgroups at a named barrier."""
-        assert threads == 256
+        """A partition at a named barrier, which counts threads."""
         barrier = named[number]
         with barrier.changed:
-            before = barrier.phase
-            barrier.change(arrivals=1)
+            barrier.count, before = threads, barrier.phase
+            barrier.change(arrivals=here.threads)
             assert not stay or barrier.changed.wait_for(lambda: barrier.phase != before, TIMEOUT), "deadlock"
 
     def multiply(a: Any, b: Any, acc: Tensor, use_acc: bool = True, is_async: bool = False) -> Tensor:
@@ -148,14 +145,18 @@ def run_on_cpu(
 
     failures: list[BaseException] = []
 
-    def partition(function: Any, args: tuple[Any, ...]) -> None:
+    def partition(threads: int, function: Any, args: tuple[Any, ...]) -> None:
+        here.threads = threads
         try:
             function(*args)
         except BaseException as error:
             failures.append(error)
 
     def specialize(partitions: list[Any], warps: list[int], registers: list[int]) -> None:
-        threads = [threading.Thread(target=partition, args=x, daemon=True) for x in partitions]
+        threads = [
+            threading.Thread(target=partition, args=(32 * size, *x), daemon=True)
+            for size, x in zip([4, *warps], partitions, strict=True)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -174,7 +175,8 @@ def run_on_cpu(
         store=lambda pointer, value, mask: pointer.store(value, mask),
         zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
         full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
-        arange=lambda a, b, layout: torch.arange(a, b), where=torch.where, convert_layout=lambda x, layout: x,
+        arange=lambda a, b, layout: torch.arange(a, b), where=torch.where, broadcast=torch.broadcast_tensors,
+        convert_layout=lambda x, layout, assert_trivial=False: x,
         allocate_shared_memory=allocate, warp_specialize=specialize,
         **dict.fromkeys(
             ("BlockedLayout", "SliceLayout", "NVMMADistributedLayout", "DotOperandLayout", "NVMMASharedLayout",
@@ -190,7 +192,7 @@ def run_on_cpu(
         tma=types.SimpleNamespace(store_wait=nothing), fence_async_shared=nothing, load=_load, store=_store,
         reduce_add=reduce_add, view=lambda x, dtype, shape, layout: Shared(x.data.view(shape)),
         bar_sync=meet, bar_arrive=lambda number, threads: meet(number, threads, stay=False),
-        exp2=torch.exp2, fetch_add=fetch_add, layout_of=nothing, own_registers=lambda x: x,
+        seam=nothing, exp2=torch.exp2, fetch_add=fetch_add, layout_of=nothing, own_registers=lambda x: x,
         warpgroup_mma=multiply, warpgroup_mma_wait=lambda left, deps: deps[0] if len(deps) == 1 else deps,
     )  # fmt: skip
     for name, x in list(names.items()):
@@ -204,3 +206,4 @@ def run_on_cpu(
     names[kernel.__name__](*kinds)
     if failures:
         raise failures[0]
+    assert not any(barrier.arrivals for barrier in named), "a named barrier is left half full"

@@ -24,16 +24,30 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from flash_train.ops.kernels.hopper.masks import hide
 from flash_train.ops.kernels.hopper.places import locate, query_tiles
-from flash_train.ops.kernels.hopper.shim import bar_sync, exp2, load, own_registers, reduce_add, store, view
+from flash_train.ops.kernels.hopper.shim import (
+    bar_arrive,
+    bar_sync,
+    exp2,
+    layout_of,
+    load,
+    own_registers,
+    reduce_add,
+    seam,
+    store,
+    view,
+)
 
 BOTH = gl.constexpr(8)
 """The named barrier at which the two warpgroups wait for each other."""
+FREE = gl.constexpr(9)
+"""The first of those at which the warp that fetches waits until both have read a tile, of q by stages, then of dO. A
+warp that has read is counted and goes on; to arrive at a barrier in shared memory a warpgroup would first meet."""
 NEVER = gl.constexpr(2**31 - 1)
 """The first query that sees a key behind the last one."""
 
 
 class Rings(NamedTuple):
-    """Tiles in shared memory, and the barriers that say of each whether it is full or empty."""
+    """Tiles in shared memory, and the barriers that say of each that it is full."""
 
     k: Any
     """This and v: 64 keys a tile, read by both warpgroups; dK and dV take their place in the end."""
@@ -52,9 +66,7 @@ class Rings(NamedTuple):
     k_full: Any
     v_full: Any
     q_full: Any
-    q_empty: Any
     do_full: Any
-    do_empty: Any
 
 
 class Numbers(NamedTuple):
@@ -99,24 +111,40 @@ def produce(q, k, v, do, start_s, start_dp, rings, n, MASK: gl.constexpr, KEYS: 
         row = (b * n.G * n.group + h) * tiles * BLOCK_T
         for i in range(start, end):
             stage = done % STAGES
-            mbarrier.wait(rings.q_empty.index(stage), ((done // STAGES) & 1) ^ 1)
+            if done >= STAGES:
+                bar_sync(FREE + stage, 288)
             mbarrier.expect(rings.q_full.index(stage), q.block_type.nbytes + start_s.block_type.nbytes)
             load(q, [b, h, i * BLOCK_T, 0], rings.q_full.index(stage),
                  view(rings.q.index(stage), q.dtype, [1, 1, BLOCK_T, W], q.layout))  # fmt: skip
             load(start_s, [row + i * BLOCK_T], rings.q_full.index(stage), rings.start_s.index(stage))
             stage = done % DO_STAGES
-            mbarrier.wait(rings.do_empty.index(stage), ((done // DO_STAGES) & 1) ^ 1)
+            if done >= DO_STAGES:
+                bar_sync(FREE + STAGES + stage, 288)
             mbarrier.expect(rings.do_full.index(stage), do.block_type.nbytes + start_dp.block_type.nbytes)
             load(do, [b, h, i * BLOCK_T, 0], rings.do_full.index(stage),
                  view(rings.do.index(stage), do.dtype, [1, 1, BLOCK_T, W], do.layout))  # fmt: skip
             load(start_dp, [row + i * BLOCK_T], rings.do_full.index(stage), rings.start_dp.index(stage))
             done += 1
+    for i in gl.static_range(STAGES):  # no barrier is left half full
+        if done > i:
+            bar_sync(FREE + i, 288)
+    for i in gl.static_range(DO_STAGES):
+        if done > i:
+            bar_sync(FREE + STAGES + i, 288)
 
 
 @gluon.jit
-def _begin(row, BLOCK_T: gl.constexpr, SCORES: gl.constexpr):
-    """[64, BLOCK_T]: a sum that begins with this row in every row."""
-    return own_registers(gl.zeros([64, BLOCK_T], gl.float32, SCORES) + row.load(gl.SliceLayout(0, SCORES))[None, :])
+def begin(numbers, PARTS: gl.constexpr, PART: gl.constexpr, N: gl.constexpr, SCORES: gl.constexpr):
+    """[64, N]: a sum that begins, in every row, with N numbers from shared memory, part PART of PARTS. Of 16 columns a
+    thread has four, whose numbers stand together there (`rows.place`), so that it reads them at once."""
+    zeros = gl.zeros([64, N], gl.float32, SCORES)
+    ALL: gl.constexpr = layout_of(zeros.reshape([64, N // 16, 2, 4, 2]))
+    ROW: gl.constexpr = gl.SliceLayout(0, ALL)
+    STORED: gl.constexpr = layout_of(gl.zeros([N // 16, 2, 4, 2], gl.float32, ROW).permute((0, 2, 1, 3)))
+    parts = view(numbers, gl.float32, [PARTS, N // 16, 4, 2, 2], gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0]))
+    row = parts.index(PART).load(STORED).permute((0, 2, 1, 3)).reshape([N])
+    full, _ = gl.broadcast(gl.convert_layout(row, gl.SliceLayout(0, SCORES))[None, :], zeros)
+    return own_registers(full)
 
 
 @gluon.jit
@@ -132,9 +160,9 @@ def _step(dq, rings, done, head, first_query, masked, low, high, dk, dv, n, ME: 
     pair = done % 2 * 2
     q_tile, do_tile = rings.q.index(stage), rings.do.index(stage)
     mbarrier.wait(rings.do_full.index(stage), phase)
-    dp = _begin(rings.start_dp.index(stage), BLOCK_T, SCORES)  # before a product is in flight
+    dp = begin(rings.start_dp.index(stage), 1, 0, BLOCK_T, SCORES)  # before a product is in flight
     mbarrier.wait(rings.q_full.index(stage), phase)
-    s = _begin(rings.start_s.index(stage), BLOCK_T, SCORES)
+    s = begin(rings.start_s.index(stage), 1, 0, BLOCK_T, SCORES)
     s = warpgroup_mma(rings.k.index(ME), q_tile.permute((1, 0)), s, is_async=True)
     dp = warpgroup_mma(rings.v.index(ME), do_tile.permute((1, 0)), dp, is_async=True)
     s = warpgroup_mma_wait(1, deps=(s,))  # dP
@@ -142,6 +170,7 @@ def _step(dq, rings, done, head, first_query, masked, low, high, dk, dv, n, ME: 
         s = hide(s, low, high, first_query, BLOCK_T, True, MASK == "window")
     p = exp2(s * n.log2_scale)
     p_operand = gl.convert_layout(p.to(rings.k.dtype), OPERAND)
+    seam()  # else P would wait for dP
     dp = warpgroup_mma_wait(0, deps=(dp,))
     ds = (p * dp).to(rings.k.dtype)
     rings.ds.index(pair + ME).store(ds)
@@ -159,7 +188,7 @@ def _step(dq, rings, done, head, first_query, masked, low, high, dk, dv, n, ME: 
         dq_tile = warpgroup_mma(rings.ds.index(pair + 1).slice(ME * 64, 64, 1).permute((1, 0)), rings.k.index(1),
                                 dq_tile, is_async=True)  # fmt: skip
     dv, p_operand = warpgroup_mma_wait(2, deps=(dv, p_operand))  # dQ's two
-    mbarrier.arrive(rings.do_empty.index(stage))
+    bar_arrive(FREE + STAGES + stage, 288)
     ds_operand = gl.convert_layout(ds, OPERAND)
     dk = warpgroup_mma(ds_operand, q_tile, dk, is_async=True)
     dq_tile = warpgroup_mma_wait(1, deps=(dq_tile,))  # dK
@@ -172,7 +201,7 @@ def _step(dq, rings, done, head, first_query, masked, low, high, dk, dv, n, ME: 
         reduce_add(dq, [0, head, first_query + ME * 64, 0],
                    view(rings.dq.index(ME), gl.float32, [1, 1, 64, 64], dq.layout))  # fmt: skip
     dk, ds_operand = warpgroup_mma_wait(0, deps=(dk, ds_operand))
-    mbarrier.arrive(rings.q_empty.index(stage))
+    bar_arrive(FREE + stage, 288)
     return dk, dv
 
 
@@ -236,18 +265,14 @@ def make_rings(q, k, v, do, start_s, start_dp, KEY_TILES: gl.constexpr, BLOCK_T:
         gl.allocate_shared_memory(gl.int64, [1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [DO_STAGES, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [DO_STAGES, 1], BARRIER),
     )
     mbarrier.init(rings.k_full, count=1)
     mbarrier.init(rings.v_full, count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(rings.q_full.index(i), count=1)
-        mbarrier.init(rings.q_empty.index(i), count=2)
     for i in gl.static_range(DO_STAGES):
         mbarrier.init(rings.do_full.index(i), count=1)
-        mbarrier.init(rings.do_empty.index(i), count=2)
     fence_async_shared()
     return rings
 

@@ -15,17 +15,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flash_train.ops.kernels.hopper.backward import BOTH, NEVER, Numbers, make_rings, produce
+from flash_train.ops.kernels.hopper.backward import BOTH, FREE, NEVER, Numbers, begin, make_rings, produce
 from flash_train.ops.kernels.hopper.masks import hide
 from flash_train.ops.kernels.hopper.places import locate, query_tiles
-from flash_train.ops.kernels.hopper.shim import bar_sync, exp2, own_registers, reduce_add, store, view
-
-
-@gluon.jit
-def _half(rows, ME: gl.constexpr, SCORES: gl.constexpr):
-    """[64, 32]: a sum that begins in every row with this warpgroup's half of 64 numbers."""
-    half = rows.slice(ME * 32, 32, 0).load(gl.SliceLayout(0, SCORES))
-    return own_registers(gl.zeros([64, 32], gl.float32, SCORES) + half[None, :])
+from flash_train.ops.kernels.hopper.shim import bar_arrive, bar_sync, exp2, reduce_add, store, view
 
 
 @gluon.jit
@@ -38,9 +31,9 @@ def _step(dq, rings, done, head, first_query, masked, low, high, dk, dv, n, ME: 
     k_tile = rings.k.index(0)
     p_tile, ds_tile = rings.ds.index(done % 2 * 2), rings.ds.index(done % 2 * 2 + 1)  # queries by keys
     mbarrier.wait(rings.q_full.index(stage), (done // STAGES) & 1)
-    s = _half(rings.start_s.index(stage), ME, SCORES)
+    s = begin(rings.start_s.index(stage), 2, ME, 32, SCORES)
     mbarrier.wait(rings.do_full.index(0), done & 1)
-    dp = _half(rings.start_dp.index(0), ME, SCORES)
+    dp = begin(rings.start_dp.index(0), 2, ME, 32, SCORES)
     s = warpgroup_mma(k_tile, q_tile.slice(ME * 32, 32, 0).permute((1, 0)), s, is_async=True)
     dp = warpgroup_mma(rings.v.index(0), do_tile.slice(ME * 32, 32, 0).permute((1, 0)), dp, is_async=True)
     s = warpgroup_mma_wait(1, deps=(s,))
@@ -58,14 +51,14 @@ def _step(dq, rings, done, head, first_query, masked, low, high, dk, dv, n, ME: 
     first = warpgroup_mma_wait(1, deps=(first,))
     _add(dq, rings, first, head, first_query, ME * HALF, ME)
     dv = warpgroup_mma_wait(0, deps=(dv,))
-    mbarrier.arrive(rings.do_empty.index(0))
+    bar_arrive(FREE + STAGES, 288)
     second = warpgroup_mma(ds_tile, k_tile.slice(ME * HALF + 64, 64, 1), gl.zeros([64, 64], gl.float32, DQ),
                            use_acc=False, is_async=True)  # fmt: skip
     dk = warpgroup_mma(ds_tile.permute((1, 0)), q_tile.slice(ME * HALF, HALF, 1), dk, is_async=True)
     second = warpgroup_mma_wait(1, deps=(second,))
     _add(dq, rings, second, head, first_query, ME * HALF + 64, ME)
     dk = warpgroup_mma_wait(0, deps=(dk,))
-    mbarrier.arrive(rings.q_empty.index(stage))
+    bar_arrive(FREE + stage, 288)
     return dk, dv
 
 

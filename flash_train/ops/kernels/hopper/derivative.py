@@ -26,7 +26,7 @@ def hopper_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dQ, dK, dV), contiguous [B, H, T, D], [B, G, S, D] and [B, G, S, E] in the inputs' dtype (fp16 or bf16).
 
-    What it takes: `choice.hopper_backward_obstacle`. dQ is not the same to the bit on every run. `output` [B, H, T, E]
+    What it takes: `choice.choose_implementation`. dQ is not the same to the bit on every run. `output` [B, H, T, E]
     and `lse` [B, H, T] are the forward's.
     """
     q, k, v, do = (readable(x) for x in (q, k, v, grad_output.to(q.dtype)))

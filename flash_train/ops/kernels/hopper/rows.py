@@ -16,13 +16,20 @@ FINISH = Launch(block_t=4096, block_s=0, warps=8, stages=1)
 """Each element is read once; block_t counts rows of the one kernel, elements of the other."""
 
 
+@triton.jit
+def place(row):
+    """Where a row's number stands among its tile's: a thread of the backward has two of every eight, and those of 16
+    stand together."""
+    return row // 16 * 16 + row % 8 // 2 * 4 + row % 16 // 8 * 2 + row % 2
+
+
 @triton.jit(do_not_specialize=["H", "T", "padded", "dl_b", "dl_h", "dl_t"],
             do_not_specialize_on_alignment=["do", "output", "lse", "grad_lse"])  # fmt: skip
 def rows_kernel(do, output, lse, grad_lse, start_s, start_dp, dq_sum, do_strides, o_strides, dl_b, dl_h, dl_t, H, T,
                 padded, scale, D: tl.constexpr, E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
                 BLOCK_E: tl.constexpr, WIDTH: tl.constexpr, HAS_GRAD_LSE: tl.constexpr):  # fmt: skip
-    """-L / scale and -delta = dL - rowsum(dO * O), each [B H, padded] fp32, and zeros [B H, T, D] for dQ's sums: one
-    program, BLOCK_T rows of one head.
+    """-L / scale and -delta = dL - rowsum(dO * O), each [B H, padded] fp32 by `place`, and zeros [B H, T, D] for dQ's
+    sums: one program, BLOCK_T rows of one head.
 
     Rows that saw nothing or are none get L = HIGHEST and delta = 0, and so P = dS = 0.
     """
@@ -36,7 +43,7 @@ def rows_kernel(do, output, lse, grad_lse, start_s, start_dp, dq_sum, do_strides
                        BLOCK_E, WIDTH, HAS_GRAD_LSE)  # fmt: skip
     L = tl.load(lse + head.to(tl.int64) * T + rows, mask=rows < T, other=float("-inf"))
     nothing = L == float("-inf")
-    to = head.to(tl.int64) * padded + rows
+    to = head.to(tl.int64) * padded + place(rows)
     tl.store(start_s + to, -tl.where(nothing, HIGHEST, L) / scale)
     tl.store(start_dp + to, tl.where(nothing, 0.0, -delta))
     sums = dq_sum + (head.to(tl.int64) * T + first) * D
@@ -55,7 +62,8 @@ def finish_kernel(dq_sum, dq, octets, scale, BLOCK: tl.constexpr):
 def begin(
     do: Tensor, output: Tensor, lse: Tensor, grad_lse: Tensor | None, D: int, padded: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Where the sums of S^T, dP^T and dQ begin, fp32: -L / scale and -delta [B H, padded], and zeros [1, B H, T, D]."""
+    """Where the sums of S^T, dP^T and dQ begin, fp32: -L / scale and -delta [B H, padded] by `place`, and zeros
+    [1, B H, T, D]."""
     B, H, T, E = output.shape
     start_s, start_dp = (empty(lse, B * H, padded) for _ in range(2))
     dq_sum = empty(lse, 1, B * H, T, D)

@@ -23,6 +23,7 @@ __all__ = [
     "load",
     "own_registers",
     "reduce_add",
+    "seam",
     "store",
     "view",
 ]
@@ -80,22 +81,36 @@ def layout_of(x: Any, _semantic: Any = None) -> Any:
 
 
 @gluon.constexpr_function
-def _barrier(what, number, threads):
-    return f"bar.{what} {number}, {threads}; mov.u32 $0, 0;"
+def _barrier(what, threads):
+    return f"bar.{what} $1, {threads}; mov.u32 $0, 0;"
 
 
 @gluon.jit
-def bar_sync(NUMBER: gl.constexpr, THREADS: gl.constexpr):
-    """Wait at a named barrier until so many threads are there. Numbers from 8 on: Triton takes those below."""
-    gl.inline_asm_elementwise(_barrier("sync", NUMBER, THREADS), "=r,~{memory}", [], dtype=gl.int32, is_pure=False,
+def bar_sync(number, THREADS: gl.constexpr):
+    """Wait at a named barrier until so many threads are there. Numbers from 8 to 15: Triton takes those below."""
+    gl.inline_asm_elementwise(_barrier("sync", THREADS), "=r,r,~{memory}", [number], dtype=gl.int32, is_pure=False,
                               pack=1)  # fmt: skip
 
 
 @gluon.jit
-def bar_arrive(NUMBER: gl.constexpr, THREADS: gl.constexpr):
-    """Be counted at a named barrier without waiting."""
-    gl.inline_asm_elementwise(_barrier("arrive", NUMBER, THREADS), "=r,~{memory}", [], dtype=gl.int32, is_pure=False,
+def bar_arrive(number, THREADS: gl.constexpr):
+    """Be counted at a named barrier without waiting, each warp for itself."""
+    gl.inline_asm_elementwise(_barrier("arrive", THREADS), "=r,r,~{memory}", [number], dtype=gl.int32, is_pure=False,
                               pack=1)  # fmt: skip
+
+
+@gluon.jit
+def seam():
+    """Nothing happens here, and ptxas moves no instruction across it.
+
+    It schedules the wait for a product like any other instruction and brings it forward, ahead of the very work that
+    should hide the product's time. This is a loop that always ends at once, which ptxas does not know.
+    """
+    gl.inline_asm_elementwise(
+        "{ .reg .pred none; .reg .b32 lanes; AGAIN: activemask.b32 lanes; setp.eq.u32 none, lanes, 0; "
+        "@none bra.uni AGAIN; mov.u32 $0, 0; }",
+        "=r,~{memory}", [], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit
