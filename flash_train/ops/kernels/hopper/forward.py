@@ -26,7 +26,7 @@ from flash_train.ops.features import Terms
 from flash_train.ops.kernels.hopper.masks import hide
 from flash_train.ops.kernels.hopper.places import key_tiles, locate
 from flash_train.ops.kernels.hopper.shim import bar_arrive, bar_sync, describe, exp2, fetch_add, load, store, view
-from flash_train.ops.kernels.hopper.tables import FORWARD, LONG, SHARED_BYTES, Forward, tile_width
+from flash_train.ops.kernels.hopper.tables import FORWARD, SHARED_BYTES, Forward, tile_width
 from flash_train.ops.kernels.launch import blocks, compiled_features, empty, run, zeros
 from flash_train.ops.kernels.operands import readable
 from flash_train.ops.kernels.tables import Launch
@@ -392,7 +392,7 @@ def hopper_forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tenso
     block_t = 64 * row.consumers
     mask = compiled_features(terms, 0)[0]
     tiles = blocks(T, block_t) * B * H
-    programs = tiles if T > LONG else min(tiles, multiprocessors(q.device))
+    programs = min(tiles, multiprocessors(q.device))
     persistent = programs < tiles
     counter = zeros(q, 1, dtype=torch.int32) if persistent else lse  # which then is not read
     inputs = [describe(readable(x), *tile) for x, tile in ((q, (64, d)), (k, (row.block_s, d)), (v, (row.block_s, e)))]

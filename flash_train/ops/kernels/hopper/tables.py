@@ -54,6 +54,3 @@ BACKWARD = {
 }
 SHARED_BYTES = 227 * 1024
 """Of a program."""
-LONG = 1024
-"""From more queries than this on there is one program a tile: few programs that walk over many tiles are faster for
-short sequences alone, where starting them and fetching the first tiles weighs more than an uneven share of work."""
