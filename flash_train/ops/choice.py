@@ -30,9 +30,8 @@ TRITON_HEAD_SIZES = range(1, 257)
 OLDEST_CAPABILITY = (8, 0)
 HOPPER = (9, 0)
 """The compute capability that the Hopper kernels need."""
-HOPPER_RAN_ON: frozenset[str] = frozenset()
-"""The versions of Triton on which all GPU tests passed with the Hopper kernels as "flash": there it takes them. So far
-there is none ("hopper", which asks for them by name, has passed its own with 3.6.0)."""
+HOPPER_RAN_ON: frozenset[str] = frozenset({"3.6.0"})
+"""The versions of Triton on which all GPU tests passed with the Hopper kernels as "flash": there it takes them."""
 
 
 class Choice(NamedTuple):
@@ -42,10 +41,14 @@ class Choice(NamedTuple):
     reason: str | None
 
 
-def choose_implementation(implementation: str, q: Tensor, k: Tensor, v: Tensor, terms: "Terms | None" = None) -> Choice:
+def choose_implementation(
+    implementation: str, q: Tensor, k: Tensor, v: Tensor, terms: "Terms | None" = None, *, backward: bool = False
+) -> Choice:
     """What `flash_attention(q, k, v, implementation=implementation)` runs. Shapes as there; no data is read.
 
-    `terms` are the call's features, none if they are left out.
+    Args:
+        terms: the call's features, none if they are left out.
+        backward: whether its backward is asked for. "hopper" and "flash" may run other kernels there.
 
     Raises:
         ValueError: "triton" or "hopper" was asked for by name and does not take these tensors, or these features.
@@ -60,13 +63,17 @@ def choose_implementation(implementation: str, q: Tensor, k: Tensor, v: Tensor, 
         obstacle = _triton_obstacle(q, v, asked_by_name=False) or _hopper_obstacle(q, v, terms)
         if obstacle is not None:
             raise ValueError(f"implementation='hopper': {obstacle}; implementation='flash' takes other kernels there")
-        return Choice("hopper", None)
+        return _hopper_or_not(q, terms, backward=backward)
     obstacle = _triton_obstacle(q, v, asked_by_name=implementation == "triton")
     if obstacle is None:
         if implementation == "triton" or not HOPPER_RAN_ON or _nvidia_capability(q.device) != HOPPER:
             return Choice("triton", None)
         obstacle = _hopper_obstacle(q, v, terms) or _not_run_yet()
-        return Choice("hopper", None) if obstacle is None else Choice("triton", obstacle)
+        if obstacle is not None:
+            return Choice("triton", obstacle)
+        if not backward and not _hopper_forward_pays(q, v):
+            return Choice("triton", None)  # which is no step down
+        return _hopper_or_not(q, terms, backward=backward)
     if implementation == "triton":
         interpreter = (
             " (TRITON_INTERPRET=1 interprets them on a CPU)" if q.device.type == "cpu" and not interpreting() else ""
@@ -120,21 +127,22 @@ def _hopper_obstacle(q: Tensor, v: Tensor, terms: "Terms | None") -> str | None:
     return None
 
 
-def hopper_forward_pays(q: Tensor, v: Tensor) -> bool:
+def _hopper_forward_pays(q: Tensor, v: Tensor) -> bool:
     """Whether the Hopper forward is the faster one; with small heads and few queries it is not.
 
-    On an NVIDIA H200 (torch 2.11.0+cu130, triton 3.6.0, 2026-11-30), causal, bf16, it takes 0.8 times as long as the
-    Triton kernel at B32 H16 T512 D128 and 0.92 at B4 H32 T4096 D64, but 1.03 at B8 H32 T2048 D64 and 1.2 at B32 H12
-    T1024 D64.
+    On an NVIDIA H200 (torch 2.11.0+cu130, triton 3.6.0, 2026-11-30), causal, bf16, it takes 0.81 times as long as the
+    Triton kernel at B32 H16 T512 D128 and 0.95 at B8 H32 T2048 D64, but 1.24 at B32 H12 T1024 D64.
     """
-    return max(q.shape[3], v.shape[3]) > 64 or q.shape[2] > 2048
+    return max(q.shape[3], v.shape[3]) > 64 or q.shape[2] >= 2048
 
 
-def hopper_backward_obstacle(q: Tensor, v: Tensor, terms: "Terms") -> str | None:
-    """Why the Hopper backward does not take a call that the Hopper forward takes, or None if it does."""
-    if q.shape[3] % 8 != 0:
-        return f"the Hopper backward takes head sizes that are multiples of 8, not {q.shape[3]}"
-    return "the Hopper backward is not deterministic" if terms.deterministic else None
+def _hopper_or_not(q: Tensor, terms: "Terms | None", *, backward: bool) -> Choice:
+    """Of a call whose forward the Hopper kernels take."""
+    if backward and q.shape[3] % 8 != 0:
+        return Choice("triton", f"the Hopper backward takes head sizes that are multiples of 8, not {q.shape[3]}")
+    if backward and terms is not None and terms.deterministic:
+        return Choice("triton", "the Hopper backward is not deterministic")
+    return Choice("hopper", None)
 
 
 def _not_run_yet() -> str | None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor  # pyright: ignore[reportMissingModuleSource]
 from torch.utils.flop_counter import register_flop_formula
 
-from flash_train.ops.choice import choose_implementation, hopper_backward_obstacle, hopper_forward_pays
+from flash_train.ops.choice import choose_implementation
 from flash_train.ops.double_backward import tiled_double_backward
 from flash_train.ops.features import SCHEMA, Terms, unpack
 from flash_train.ops.kernels.again import repeat
@@ -47,8 +47,6 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tenso
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
     chosen = _chosen(q, k, v, terms)
-    if chosen == "hopper" and terms.implementation == "flash" and not hopper_forward_pays(q, v):
-        chosen = "triton"  # no step down, and not logged as one
     if chosen != "tiled" and q.numel() and k.numel():  # Triton is imported when a kernel first runs
         if chosen == "hopper":
             from flash_train.ops.kernels.hopper.forward import hopper_forward as launch
@@ -82,10 +80,7 @@ def _derive(
     if grad_output is None:  # only the log-sum-exp was used
         grad_output = torch.zeros((), dtype=output.dtype, device=output.device).expand(output.shape)
     saved = grad_output, grad_lse, q, k, v, output, lse
-    chosen = _chosen(q, k, v, terms)
-    if chosen == "hopper" and (obstacle := hopper_backward_obstacle(q, v, terms)) is not None:
-        _log_once(f"attention: the backward is the triton one: {obstacle}")
-        chosen = "triton"
+    chosen = _chosen(q, k, v, terms, backward=True)
     if chosen == "hopper" and q.numel() and k.numel():
         from flash_train.ops.kernels.hopper.derivative import hopper_backward
 
@@ -232,10 +227,11 @@ def _backward_flops(
     return 2 * B * H * T * S * (3 * D + 2 * E)
 
 
-def _chosen(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> str:
-    name, reason = choose_implementation(terms.implementation, q, k, v, terms)
+def _chosen(q: Tensor, k: Tensor, v: Tensor, terms: Terms, *, backward: bool = False) -> str:
+    name, reason = choose_implementation(terms.implementation, q, k, v, terms, backward=backward)
     if reason is not None:
-        _log_once(f"attention: {name} runs instead of {terms.implementation}: {reason}")
+        what = "attention's backward" if backward else "attention"
+        _log_once(f"{what}: {name} runs instead of {terms.implementation}: {reason}")
     return name
 
 

@@ -234,6 +234,10 @@ def test_on_a_gpu_the_peers_are_right_and_timed(graph: bool, compiled: bool) -> 
     shape = {"preset": {"cases": [{"B": 2, "H": 4, "G": 4, "T": 512, "D": 64, "causal": True}]}}
     how: dict[str, Any] = {"graph": graph, "compile": {"enabled": compiled, "mode": "default"}}
     found = run(contestants=names, device="cuda", dtype="bf16", seconds=0.01, **how, **shape)
+    if compiled and torch.__version__.startswith("2.11."):  # cuDNN's gradients are wrong there, and are not timed
+        wrong = found.pop("sdpa_cudnn")
+        assert wrong.status == "wrong" and "dq is off" in (wrong.why or "") and not wrong.rounds
+        names.remove("sdpa_cudnn")
     assert {name: (entry.status, entry.why) for name, entry in found.items()} == dict.fromkeys(names, ("ok", None))
     scores = 2 * 4 * 512 * 512 * 2
     assert found["naive"].peak_bytes["forward"] > scores > found["flash"].peak_bytes["forward"]

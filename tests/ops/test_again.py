@@ -100,7 +100,7 @@ def heard(request, monkeypatch):
     monkeypatch.setattr(launch, "architecture", lambda device: "sm_90")
     monkeypatch.setattr(launch, "_has_copy_engine", lambda device: True)
     monkeypatch.setattr(forward, "multiprocessors", lambda device: 5)
-    monkeypatch.setattr(library, "_chosen", lambda q, k, v, terms: request.param)
+    monkeypatch.setattr(library, "_chosen", lambda q, k, v, terms, backward=False: request.param)
     return heard
 
 

@@ -172,8 +172,8 @@ def test_a_step_down_is_logged_once_with_its_reason(caplog):
 @pytest.mark.parametrize(
     ("installed", "capability", "expected"),
     [
-        (True, (9, 0), ("triton", None)),
-        (False, (9, 0), ("tiled", "Triton is not installed")),
+        (True, (8, 0), ("triton", None)),
+        (False, (8, 0), ("tiled", "Triton is not installed")),
         (True, (7, 5), ("tiled", "Triton needs a GPU of compute capability 8.0 or later, and this one has 7.5")),
     ],
 )

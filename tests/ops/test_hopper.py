@@ -5,10 +5,9 @@ import itertools
 import pytest
 import torch
 
-from flash_train.ops import choice, library
+from flash_train.ops import choice
 from flash_train.ops.attention import Mask, Score, choose_implementation, flash_attention, flash_attention_with_lse
 from flash_train.ops.features import UNBOUNDED, Terms
-from flash_train.ops.kernels import forward as portable
 from flash_train.ops.kernels.hopper import forward
 from flash_train.ops.kernels.hopper.forward import Numbers
 from flash_train.ops.kernels.hopper.places import key_tiles
@@ -102,7 +101,7 @@ def test_what_the_hopper_kernels_do_not_take_goes_to_the_portable_ones_with_the_
     monkeypatch.setattr(choice, "_nvidia_capability", lambda device: (9, 0))
     monkeypatch.setattr(choice, "_not_run_yet", lambda: None)
     monkeypatch.setattr(choice, "HOPPER_RAN_ON", frozenset({"some version"}))
-    assert choose_implementation("flash", q, q, q, Terms(1.0)) == ("hopper", None)
+    assert choose_implementation("flash", q, q, q, Terms(1.0), backward=True) == ("hopper", None)
     assert choose_implementation("hopper", q, q, q, Terms(1.0)) == ("hopper", None)
     message = f"the Hopper kernels do not take {reason}"
     assert choose_implementation("flash", q, q, q, Terms(1.0, **change)) == ("triton", message)
@@ -122,6 +121,7 @@ def test_the_hopper_kernels_say_which_gpu_dtype_head_size_and_version_they_want(
         choose_implementation("hopper", q.float(), q.float(), q.float())
     with pytest.raises(ValueError, match="multiples of 8, not 63"):
         choose_implementation("hopper", q, q, q[..., :63])
+    monkeypatch.setattr(choice, "HOPPER_RAN_ON", frozenset())
     assert choose_implementation("flash", q, q, q) == ("triton", None)  # nothing is known to have run
     monkeypatch.setattr(choice, "HOPPER_RAN_ON", frozenset({"3.5.9"}))
     name, reason = choose_implementation("flash", q, q, q)
@@ -131,15 +131,15 @@ def test_the_hopper_kernels_say_which_gpu_dtype_head_size_and_version_they_want(
 
 
 @pytest.mark.parametrize(("T", "D", "asked", "runs"), [
-    (512, 128, "flash", "hopper"), (4096, 64, "flash", "hopper"), (2048, 64, "flash", "triton"),
-    (2048, 64, "hopper", "hopper"),
+    (512, 128, "flash", "hopper"), (2048, 64, "flash", "hopper"), (1024, 64, "flash", "triton"),
+    (1024, 64, "hopper", "hopper"),
 ])  # fmt: skip
 def test_flash_takes_the_faster_of_the_two_forwards(T, D, asked, runs, monkeypatch):
-    monkeypatch.setattr(library, "_chosen", lambda q, k, v, terms: "hopper")
-    monkeypatch.setattr(portable, "attention_forward", lambda q, k, v, terms: "triton")
-    monkeypatch.setattr(forward, "hopper_forward", lambda q, k, v, terms: "hopper")
-    q = torch.empty(1, 1, T, D, device="meta")
-    assert library._forward(q, q, q, *Terms(1.0, implementation=asked)) == runs
+    monkeypatch.setattr(choice, "_triton_obstacle", lambda q, v, asked_by_name: None)
+    monkeypatch.setattr(choice, "_nvidia_capability", lambda device: choice.HOPPER)
+    monkeypatch.setattr(choice, "_not_run_yet", lambda: None)
+    q = torch.empty(1, 1, T, D, dtype=torch.bfloat16)
+    assert choose_implementation(asked, q, q, q, Terms(1.0)) == (runs, None)
 
 
 @pytest.mark.gpu

@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 
+from flash_train.ops import choice
 from flash_train.ops.attention import Mask, flash_attention_with_lse
-from flash_train.ops.choice import hopper_backward_obstacle
 from flash_train.ops.features import UNBOUNDED, Terms
 from flash_train.ops.kernels.hopper import backward, backward_wide, derivative, rows
 from flash_train.ops.kernels.hopper.backward import Numbers, hopper_backward_kernel
@@ -48,10 +48,16 @@ def test_the_query_tiles_of_a_block_are_those_that_see_it_and_the_unmasked_ones_
         (64, 64, dict(deterministic=True), "not deterministic"),
     ],
 )
-def test_what_the_backward_does_not_take_it_says(D, E, change, reason):
-    q, v = (torch.empty(1, 2, 3, size, device="meta") for size in (D, E))
-    obstacle = hopper_backward_obstacle(q, v, Terms(1.0, **change))
-    assert obstacle is None if reason is None else obstacle is not None and reason in obstacle
+def test_what_the_backward_does_not_take_it_says(D, E, change, reason, monkeypatch):
+    q, v = (torch.empty(1, 2, 3, size, dtype=torch.bfloat16) for size in (D, E))
+    monkeypatch.setattr(choice, "_triton_obstacle", lambda q, v, asked_by_name: None)
+    monkeypatch.setattr(choice, "_nvidia_capability", lambda device: choice.HOPPER)
+    monkeypatch.setattr(choice, "_not_run_yet", lambda: None)
+    monkeypatch.setattr(choice, "HOPPER_RAN_ON", frozenset({"some version"}))
+    for name in ("flash", "hopper"):
+        runs, why = choice.choose_implementation(name, q, q, v, Terms(1.0, **change), backward=True)
+        assert runs == ("hopper" if reason is None else "triton")
+        assert why is None if reason is None else why is not None and reason in why
 
 
 def check_on_the_cpu(q, k, v, mask, scale, monkeypatch):
