@@ -61,3 +61,11 @@ def test_the_backward_compiles_with_few_spills_and_no_product_that_waits(mask, W
     assert kernel.metadata.shared <= SHARED_BYTES
     assert said.spilled <= SPILLED.get((mask, W), 0) and said.warnings == []
     assert "setmaxnreg" in kernel.asm["ptx"], "no registers move from the producer to the consumers"
+
+
+@pytest.mark.parametrize(("W", "a_step"), [(64, 64), (128, 32)])
+def test_a_steps_exponentials_are_all_computed_while_its_second_product_runs(W, a_step):
+    after_waits = backward("causal", W).asm["sass"].split("WARPGROUP.DEPBAR.LE gsb0, ")[1:]
+    computed = [(part[:3], part.count("MUFU.EX2")) for part in after_waits]
+    # of each warpgroup, behind the wait that leaves one product running
+    assert [x for x in computed if x[1]] == [("0x1", a_step), ("0x1", a_step)]
