@@ -163,9 +163,9 @@ and gradients agree with a float64 oracle written apart: ✓. A letter is a refu
 
 {pairs()}
 
-The same, one feature at a time, by implementation. `flash` is `triton` (or `hopper`) on a GPU and `tiled` elsewhere; the second
-derivative of both is tiled. `sdpa`, `sdpa_cudnn` and `sdpa_efficient` take at most what `sdpa_math` takes, and what
-torch's back end does not take is refused by name. SDPA's dropout strikes elements of its own choice.
+The same, one feature at a time, by implementation. `flash` is `triton`, or `hopper`, on a GPU and `tiled` elsewhere;
+the second derivative of all is tiled. `sdpa`, `sdpa_cudnn` and `sdpa_efficient` take at most what `sdpa_math` takes,
+and what torch's back end does not take is refused by name. SDPA's dropout strikes elements of its own choice.
 
 {implementations()}"""
 

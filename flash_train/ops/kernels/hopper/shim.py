@@ -1,7 +1,7 @@
 """What Triton's Gluon spells differently from version to version, and what its Python side lacks.
 
-Compiled for sm_90 by 3.6.0, 3.7.1, 3.8.0 and 3.9.0, without spills in the forward and without a wait between products; run
-with 3.6.0.
+Compiled for sm_90 by 3.6.0, 3.7.1, 3.8.0 and 3.9.0, without spills in the forward and without a wait between
+products; run with 3.6.0.
 """
 
 from typing import Any
