@@ -15,6 +15,7 @@ MAY_IMPORT = {
     "models": {"models", "modules", "ops"},
     "training": {"training", "models", "modules", "ops"},
     "diagnostics": {"diagnostics"},
+    "memory": {"memory"},
     "comparison": {"comparison", "diagnostics", "training", "models", "modules", "ops"},
     "bench": {"bench", "comparison", "diagnostics", "ops"},
     "integrations": {"integrations", "ops"},
@@ -52,10 +53,10 @@ def test_configuration_stops_at_the_door() -> None:
             assert layer(file) in ("commands", "config"), f"{file.relative_to(PACKAGE)} imports {module}"
 
 
-def test_diagnostics_know_torch_and_lightning_only() -> None:
+def test_diagnostics_and_predictions_know_torch_and_lightning_only() -> None:
     known = {"torch", "lightning", "flash_train", *sys.stdlib_module_names}
     for file, module in imports():
-        if layer(file) == "diagnostics":
+        if layer(file) in ("diagnostics", "memory"):
             assert module.split(".")[0] in known, f"{file.relative_to(PACKAGE)} imports {module}"
 
 

@@ -1,0 +1,150 @@
+"""predict_peak: the peak memory of a training step, before it runs, on a machine that could not run it."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from flash_train.memory.cards import GIB, ROUNDING, Card, card_of
+from flash_train.memory.cuda import cuda_rules, inside
+from flash_train.memory.live import Block, LiveBytes, Peak
+from flash_train.memory.step import FakeStep, OptimizerMaker
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What one training step will need. All sizes in bytes."""
+
+    phases: dict[str, Peak]
+    """"forward", "backward" and "optimizer": the moment of each with the most live bytes."""
+    requested: int
+    """The peak before each block is rounded up."""
+    cublas: int
+    """cuBLAS's workspace, which is alive in every phase; 0 on a CPU."""
+    context: int
+    """Outside of torch's allocator; 0 on a CPU."""
+
+    @property
+    def phase(self) -> str:
+        """The one that has the peak."""
+        return max(self.phases, key=lambda name: self.phases[name].size)
+
+    @property
+    def peak(self) -> int:
+        """What `torch.cuda.max_memory_allocated` will say."""
+        return self.phases[self.phase].size + self.cublas
+
+    @property
+    def rounding(self) -> int:
+        """The part of the peak that is the allocator's rounding."""
+        return self.phases[self.phase].size - self.requested
+
+    @property
+    def categories(self) -> dict[str, int]:
+        """The peak by category (`live.CATEGORIES`), rounding in its place, and "cuBLAS": they add up to `peak`."""
+        parts = {name: size for name, size in self.phases[self.phase].categories.items() if size}
+        return parts | ({"cuBLAS": self.cublas} if self.cublas else {})
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """What is alive at the peak, largest first."""
+        return self.phases[self.phase].blocks
+
+    def needed(self, allowance: float) -> int:
+        """What a card must have: the peak, `allowance` of it again for what fragmentation wastes, and the context."""
+        return round(self.peak * (1 + allowance)) + self.context
+
+
+class Predictor:
+    """`predict_peak` for many batches of one module, which is copied once; its arguments, but for the batch."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        optimizer: OptimizerMaker | None = None,
+        precision: str = "32-true",
+        accumulate: int = 1,
+        gradient_clip: float | None = None,
+        device: str = "cuda",
+        card: Card | None = None,
+    ) -> None:
+        if device not in ("cuda", "cpu"):
+            raise ValueError(f"device must be cuda or cpu, got {device!r}: the rules of other devices are not known")
+        self._card = (card or card_of(24 * GIB)) if device == "cuda" else None
+        with self._rules():
+            self._step = FakeStep(
+                module,
+                optimizer=optimizer,
+                precision=precision,
+                accumulate=accumulate,
+                gradient_clip=gradient_clip,
+                multi_tensor=device == "cuda",
+            )
+
+    def __call__(self, batch: Any) -> Prediction:
+        card = self._card
+        live: Callable[[nn.Module], LiveBytes] = partial(LiveBytes, inside=inside(card.capability) if card else None)
+        with self._rules():
+            counted = self._step.take(batch, live)
+        requested = max(peak.size for peak in counted.peaks().values())
+        if card is None:
+            return Prediction(counted.peaks(), requested, cublas=0, context=0)
+        return Prediction(counted.peaks(rounded_to=ROUNDING), requested, cublas=card.cublas, context=card.context)
+
+    def _rules(self) -> Any:
+        return cuda_rules(self._card.capability) if self._card else nullcontext()
+
+
+def predict_peak(
+    module: nn.Module,
+    batch: Any,
+    *,
+    optimizer: OptimizerMaker | None = None,
+    precision: str = "32-true",
+    accumulate: int = 1,
+    gradient_clip: float | None = None,
+    device: str = "cuda",
+    card: Card | None = None,
+) -> Prediction:
+    """The peak memory of a training step of `module` on `batch`, without a GPU and without the memory.
+
+    The step runs on fake tensors, which have shapes and no data; `module` and `batch` stay as they are.
+
+    >>> import torch
+    >>> class Model(torch.nn.Linear):
+    ...     def training_step(self, batch):
+    ...         return self(batch).square().mean()
+    >>> prediction = predict_peak(Model(256, 256, bias=False), torch.empty(64, 256), device="cpu",
+    ...                           optimizer=lambda module: torch.optim.AdamW(module.parameters()))
+    >>> prediction.phase, prediction.categories["parameters"]
+    ('optimizer', 262144)
+
+    Args:
+        module: has a `training_step(batch)` or `training_step(batch, batch_index)` that returns the loss, or a mapping
+            with "loss"; a LightningModule or not. Real, or built under a FakeTensorMode.
+        batch: what `training_step` takes, real or made under the module's FakeTensorMode; only shapes count.
+        optimizer: makes the optimizer from the module; None: the module's `configure_optimizers`.
+        precision: Lightning's name: "32-true", "bf16-mixed", "bf16-true", "16-mixed" or "16-true".
+        accumulate: micro-batches of a step.
+        gradient_clip: largest gradient norm; handed to the module's `configure_gradient_clipping` where it has one.
+        device: "cuda", for what torch's CUDA code allocates (see `cuda.py`), or "cpu".
+        card: whose kernels and workspaces are meant; None: an Ampere's.
+
+    Raises:
+        TypeError: `module` is no nn.Module.
+        ValueError: the module, or what is asked, is none of the above; or its step asks for the values of tensors.
+    """
+    predictor = Predictor(
+        module,
+        optimizer=optimizer,
+        precision=precision,
+        accumulate=accumulate,
+        gradient_clip=gradient_clip,
+        device=device,
+        card=card,
+    )
+    return predictor(batch)

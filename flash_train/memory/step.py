@@ -1,0 +1,284 @@
+"""One training step of anybody's module on fake tensors, phase by phase, in the order in which Lightning takes it."""
+
+import contextlib
+import copy
+import importlib
+import inspect
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+from flash_train.memory.live import LiveBytes
+
+PRECISIONS: dict[str, tuple[torch.dtype | None, torch.dtype | None]] = {
+    "32-true": (None, None),
+    "bf16-true": (torch.bfloat16, None),
+    "16-true": (torch.float16, None),
+    "bf16-mixed": (None, torch.bfloat16),
+    "16-mixed": (None, torch.float16),
+}
+"""Lightning's names: (what weights and batch become, what autocast takes)."""
+
+OptimizerMaker = Callable[[nn.Module], Optimizer]
+
+
+class FakeStep:
+    """A fake copy of `module`, which stays as it is, with an optimizer: `take` runs a step as training repeats it.
+
+    In steady state, that is: the optimizer has its state, and the gradients of the step before lie there until the
+    forward has ended, as Lightning leaves them. Of `accumulate` micro-batches the last is taken, which finds the
+    gradients of the others: its peaks are the highest. A compiled module runs eagerly.
+
+    Args:
+        module: has a `training_step(batch)` or `training_step(batch, batch_index)` that returns the loss, or a mapping
+            with "loss". A LightningModule's own `configure_gradient_clipping` is called. Real, or built under a
+            FakeTensorMode.
+        optimizer: makes the optimizer from a module; None: the module's `configure_optimizers`.
+        precision: one of `PRECISIONS`.
+        multi_tensor: as on a GPU, an optimizer that was told nothing updates all parameters by one operator.
+
+    Raises:
+        TypeError: `module` is no nn.Module.
+        ValueError: it has no `training_step` or optimizes by hand, there is no optimizer or more than one, an unknown
+            precision, an `accumulate` below 1, or a clip that is not positive.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        optimizer: OptimizerMaker | None = None,
+        precision: str = "32-true",
+        accumulate: int = 1,
+        gradient_clip: float | None = None,
+        multi_tensor: bool = False,
+    ) -> None:
+        _check(module, precision=precision, accumulate=accumulate, gradient_clip=gradient_clip)
+        self._true_dtype, self._autocast_dtype = PRECISIONS[precision]
+        self._accumulate = accumulate
+        self._clip = gradient_clip
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._reached: set[nn.Parameter] = set()
+        with _quiet():
+            self.module: Any = self._copy(module)
+            self._attach_trainer()
+            with self._mode:
+                self.optimizer = _only(optimizer(self.module) if optimizer else _configured(self.module))
+                self._warm_up(multi_tensor=multi_tensor)
+
+    def take(self, batch: Any, live: Callable[[nn.Module], LiveBytes]) -> LiveBytes:
+        """One step on `batch`, real or fake, in the phases "forward", "backward" and "optimizer" of what `live` makes.
+
+        Raises ValueError if the step asks for the values of tensors, or gives no loss.
+        """
+        with self._mode, _quiet():
+            batch = tree_map_only(Tensor, self._fake_input, batch)
+            counted = self._run(batch, live(self.module))
+            idle = [p for p in self.module.parameters() if p in self.optimizer.state and p not in self._reached]
+            if idle:  # the warm-up gave them what training never does
+                for parameter in idle:
+                    parameter.grad = None
+                    self.optimizer.state.pop(parameter, None)
+                counted = self._run(batch, live(self.module))
+        return counted
+
+    def _run(self, batch: Any, live: LiveBytes) -> LiveBytes:
+        live.hold("parameters", self.module)
+        live.hold("gradients", self._gradients())
+        live.hold("optimizer state", self.optimizer)
+        live.hold("inputs", batch)
+        with live:
+            live.enter("forward")
+            loss = self._loss(batch)
+            live.hold_activations()
+            if self._accumulate == 1:
+                self.optimizer.zero_grad()
+            live.enter("backward")
+            loss.backward()
+            live.hold("gradients", self._gradients())
+            live.enter("optimizer")
+            self._update()
+        return live
+
+    def _gradients(self) -> list[Tensor]:
+        return [p.grad for p in self.module.parameters() if p.grad is not None]
+
+    def _loss(self, batch: Any) -> Tensor:
+        step = self.module.training_step
+        takes_index = len(inspect.signature(step).parameters) > 1
+        try:
+            with self._precision():
+                answer = step(batch, 0) if takes_index else step(batch)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise ValueError(
+                f"training_step must not depend on the values of tensors, and {error.func} does: a prediction has "
+                "none; leave out .item(), nonzero() and boolean indexing"
+            ) from error
+        loss = answer["loss"] if isinstance(answer, Mapping) and "loss" in answer else answer
+        if not isinstance(loss, Tensor) or not loss.requires_grad:
+            what = "a tensor without a gradient" if isinstance(loss, Tensor) else type(answer).__name__
+            raise ValueError(
+                f"training_step must return the loss, or a mapping that holds it under 'loss', got {what}: "
+                "return what .backward() is to be called on"
+            )
+        return loss / self._accumulate
+
+    def _update(self) -> None:
+        clip = getattr(self.module, "configure_gradient_clipping", None)
+        if callable(clip):
+            clip(self.optimizer, self._clip, "norm")
+        elif self._clip is not None:
+            nn.utils.clip_grad_norm_(self.module.parameters(), self._clip)
+        self.optimizer.step()
+
+    @contextlib.contextmanager
+    def _precision(self) -> Iterator[None]:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(self._true_dtype or before)
+        try:
+            with torch.autocast("cpu", dtype=self._autocast_dtype, enabled=self._autocast_dtype is not None):
+                yield
+        finally:
+            torch.set_default_dtype(before)
+
+    # Making it
+
+    def _copy(self, module: nn.Module) -> nn.Module:
+        """Everything but the tensors' data, and what belongs to a run."""
+        memo: dict[int, Any] = {}
+        for part in module.modules():
+            for owner in (getattr(part, "_trainer", None), getattr(part, "_fabric", None)):
+                if owner is not None:
+                    memo[id(owner)] = None
+            # A module with an _apply of its own decides for itself what .to(dtype) does to its buffers.
+            convert = type(part)._apply is nn.Module._apply
+            for tensor in part.parameters(recurse=False):
+                fake = self._like(tensor, converted=True)
+                memo.setdefault(id(tensor), nn.Parameter(fake, requires_grad=tensor.requires_grad))
+            for tensor in part.buffers(recurse=False):
+                memo.setdefault(id(tensor), self._like(tensor, converted=convert))
+        with _DeepCopy(lambda tensor: self._like(tensor, converted=False)):
+            return copy.deepcopy(module, memo)
+
+    def _like(self, tensor: Tensor, *, converted: bool) -> Tensor:
+        dtype = self._true_dtype if converted and self._true_dtype and tensor.is_floating_point() else tensor.dtype
+        with self._mode:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="cpu")
+
+    def _fake_input(self, tensor: Tensor) -> Tensor:
+        return self._like(tensor.detach(), converted=True)
+
+    def _attach_trainer(self) -> None:
+        """A LightningModule may ask its trainer things, and its `self.log` needs one that ignores it."""
+        package = _lightning_package(self.module)
+        if package is not None:
+            trainer = importlib.import_module(package).Trainer
+            self.module.trainer = trainer(
+                accelerator="cpu", barebones=True, accumulate_grad_batches=self._accumulate, max_steps=1
+            )
+
+    def _warm_up(self, *, multi_tensor: bool) -> None:
+        """Gradients and optimizer state as a step before would have left them."""
+        for group in self.optimizer.param_groups:
+            if multi_tensor and group.get("foreach", False) is None and not group.get("fused"):
+                group["foreach"] = True
+        for parameter in self.module.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._reached.add)
+                parameter.grad = torch.empty_like(parameter)
+        self.optimizer.step()
+
+
+class _DeepCopy(TorchFunctionMode):
+    """Inside, copy.deepcopy copies a tensor by `like`: torch's own gives each fake tensor a mode of its own."""
+
+    def __init__(self, like: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self._like = like
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is Tensor.__deepcopy__:
+            tensor, memo = args
+            return memo.setdefault(id(tensor), self._like(tensor))
+        return function(*args, **(kwargs or {}))
+
+
+def _check(module: nn.Module, *, precision: str, accumulate: int, gradient_clip: float | None) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module must be an nn.Module, got {type(module).__name__}: give the module, not its class")
+    name = type(module).__name__
+    if not callable(getattr(module, "training_step", None)):
+        raise ValueError(
+            f"module must have a training_step(batch) that returns the loss, and {name} has none: "
+            "wrap it in an nn.Module that does"
+        )
+    if getattr(module, "automatic_optimization", True) is False:
+        raise ValueError(
+            f"module must leave optimization to Lightning, and {name} has automatic_optimization=False: "
+            "predict a module whose training_step returns the loss"
+        )
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
+    if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
+        raise ValueError(f"accumulate must be a number of micro-batches from 1 on, got {accumulate!r}")
+    if gradient_clip is not None and not gradient_clip > 0:
+        raise ValueError(f"gradient_clip must be a positive norm or None for no clipping, got {gradient_clip}")
+
+
+def _configured(module: Any) -> Any:
+    configure = getattr(module, "configure_optimizers", None)
+    if not callable(configure):
+        raise ValueError(
+            f"there must be an optimizer, and {type(module).__name__} has no configure_optimizers: "
+            "give optimizer=lambda module: torch.optim.AdamW(module.parameters())"
+        )
+    return configure()
+
+
+def _only(configured: Any) -> Optimizer:
+    """The one optimizer in what Lightning lets `configure_optimizers` return."""
+    found = configured
+    if isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], list):
+        found = found[0]  # (optimizers, schedulers)
+    if isinstance(found, list | tuple) and len(found) == 1:
+        found = found[0]
+    if isinstance(found, Mapping) and "optimizer" in found:
+        found = found["optimizer"]
+    if not isinstance(found, Optimizer):
+        raise ValueError(
+            f"there must be one optimizer, got {found!r}: return one from configure_optimizers, or give optimizer="
+        )
+    return found
+
+
+def _lightning_package(module: nn.Module) -> str | None:
+    """ "lightning.pytorch" or "pytorch_lightning", whichever the module is from."""
+    for base in type(module).__mro__:
+        if base.__name__ == "LightningModule":
+            return base.__module__.partition(".core")[0]
+    return None
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """A prediction announces no trainer, logs nothing, compiles nothing."""
+    level = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(level)

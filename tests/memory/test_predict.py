@@ -1,0 +1,222 @@
+"""A prediction is what happens."""
+
+import csv
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from flash_train.memory.cards import CARDS, GIB
+from flash_train.memory.predict import Predictor, predict_peak
+from flash_train.models.gpt import GPT
+from flash_train.modules.attention import SelfAttention
+from flash_train.training.module import LanguageModel
+from flash_train.training.optimizer import adamw
+from tests.memory.toys import Foreign, Language, adam, take_real_steps, tokens
+
+RUNS = Path(__file__).parents[2] / ".assets" / "h200-long-context.csv"
+
+
+@pytest.mark.parametrize("implementation", ["naive", "sdpa", "tiled"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("change", [{}, {"accumulate": 3}, {"gradient_clip": 1.0}, {"checkpointing": "block"}])
+def test_on_a_cpu_every_phase_and_category_is_exact(
+    implementation: str, precision: str, change: dict[str, Any]
+) -> None:
+    batch = tokens()
+    module = Language(implementation, change.pop("checkpointing", "none"))
+    predicted = predict_peak(module, batch, optimizer=adam, precision=precision, device="cpu", **change)
+    real = take_real_steps(
+        module, batch, adam, autocast=precision == "bf16-mixed", accumulate=change.get("accumulate", 1),
+        clip=change.get("gradient_clip"),
+    ).peaks()  # fmt: skip
+    for phase, peak in predicted.phases.items():
+        assert (peak.size, peak.categories) == (real[phase].size, real[phase].categories), phase
+
+
+def test_true_half_precision_is_exact() -> None:
+    batch, module = tokens(), Language("naive")
+    predicted = predict_peak(module, batch, optimizer=adam, precision="bf16-true", device="cpu")
+    real = take_real_steps(module.to(torch.bfloat16), batch, adam).peaks()
+    assert {name: peak.size for name, peak in predicted.phases.items()} == {n: p.size for n, p in real.items()}
+
+
+def test_a_foreign_lightning_module_is_exact_and_stays_as_it_was() -> None:
+    module, batch = Foreign(), (torch.randint(101, (2, 19)), torch.randint(101, (2, 19)))
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    predicted = predict_peak(module, batch, device="cpu")
+    assert module.losses == [] and module._trainer is None
+    assert all(p.grad is None for p in module.parameters())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
+    with pytest.warns(UserWarning, match="trainer"):
+        real = take_real_steps(module, batch, adam).peaks()
+    # two scalars more: the list of losses has its first from the step before
+    assert {n: p.size for n, p in real.items()} == pytest.approx(
+        {n: p.size for n, p in predicted.phases.items()}, abs=8
+    )
+    idle = [block for peak in predicted.phases.values() for block in peak.blocks if block.shape == (1000,)]
+    assert {block.category for block in idle} == {"parameters"}, "a parameter without a gradient has no state"
+
+
+def h200_runs() -> list[dict[str, str]]:
+    rows = list(csv.DictReader(RUNS.read_text().splitlines()))
+    return [row for row in rows if row["repeat"] == "1" and row["arm"] in ("naive", "sdpa", "flash")]
+
+
+@pytest.mark.parametrize("row", h200_runs(), ids=lambda row: f"{row['arm']}-{row['length']}")
+def test_on_an_h200_every_phase_above_a_gibibyte_was_within_one_per_cent(row: dict[str, str]) -> None:
+    length = int(row["length"])
+    rows = 16384 // length
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = GPT(vocabulary_size=50304, context_length=length, width=768, depth=12, heads=12,
+                    implementation=row["arm"])  # fmt: skip
+        batch = {name: torch.empty(rows, length, dtype=torch.int64) for name in ("inputs", "targets")}
+    module = LanguageModel(model, optimizer=partial(adamw, lr=6e-4, fused=True))
+    predicted = predict_peak(module, batch, precision="bf16-mixed", card=CARDS["h200"])
+    if row["status"] == "oom":
+        assert predicted.needed(0.0) > CARDS["h200"].memory
+        return
+    for phase, peak in predicted.phases.items():
+        measured = int(row[f"{phase}_peak_allocated_bytes"])
+        assert peak.size + predicted.cublas == pytest.approx(measured, rel=0.007), phase
+    assert predicted.peak == pytest.approx(int(row["peak_allocated_bytes"]), rel=0.001)
+
+
+@pytest.mark.parametrize(
+    "implementation, precision, peak",
+    [("naive", "bf16-true", 8), ("naive", "bf16-mixed", 16), ("naive", "32-true", 16), ("sdpa", "bf16-true", 0)],
+)
+def test_bytes_for_each_score_are_those_measured_on_an_h200(implementation: str, precision: str, peak: int) -> None:
+    """One layer's core: what a T twice as long adds beyond twice, for each of the scores that it adds."""
+    heads = 2
+
+    class Core(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = SelfAttention(24, heads, implementation=implementation)
+
+        def training_step(self, batch):
+            return self.attention(batch).float().square().mean()
+
+    predictor = Predictor(Core(), optimizer=lambda m: torch.optim.SGD(m.parameters()), precision=precision)
+    short, long = (predictor(torch.empty(1, length, 24)) for length in (4096, 8192))
+    more = heads * (8192**2 - 2 * 4096**2)
+
+    def quadratic(what) -> float:
+        return (what(long) - 2 * what(short)) / more
+
+    mask = 1 / heads if peak else 0  # one byte a pair, which the heads share
+    assert quadratic(lambda p: p.phases["backward"].size) == pytest.approx(peak + mask, abs=0.01)
+
+
+def test_naive_grows_with_the_square_of_t_and_flash_with_t() -> None:
+    def second_difference(implementation: str) -> int:
+        predictor = Predictor(Language(implementation), optimizer=adam, precision="bf16-mixed")
+        sizes = [predictor(tokens(1, length)).requested for length in range(2048, 4097, 512)]
+        first = [b - a for a, b in zip(sizes, sizes[1:], strict=False)]
+        second = {b - a for a, b in zip(first, first[1:], strict=False)}
+        assert min(first) > 0 and len(second) == 1, "one polynomial of the second degree"
+        return second.pop()
+
+    assert second_difference("naive") > 2 * 512**2 * (2 * 6 + 10)
+    assert second_difference("flash") == 0
+
+
+def test_accumulation_keeps_the_gradients_through_the_backward() -> None:
+    module = Language("sdpa")
+    gradients = sum(4 * p.numel() for p in module.parameters())
+    once, often = (predict_peak(module, tokens(), optimizer=adam, accumulate=n, device="cpu") for n in (1, 4))
+    assert often.phases["forward"].size - once.phases["forward"].size <= 4
+    begin = {n: p.phases["backward"].categories["gradients"] for n, p in (("once", once), ("often", often))}
+    assert begin["once"] < begin["often"] == gradients
+
+
+def test_an_operator_of_anybody_s_declares_its_workspace() -> None:
+    sizes = {}
+    for name, card in (("a100_80gb", CARDS["a100_80gb"]), ("h200", CARDS["h200"])):
+        predicted = predict_peak(Language("flash"), tokens(), optimizer=adam, precision="bf16-mixed", card=card)
+        found = [e for e in predicted.phases["backward"].blocks if e.category == "workspaces"]
+        sizes[name] = predicted
+        assert len(found) <= 1
+    q = torch.empty(3, 2, 37, 12, dtype=torch.bfloat16)
+    operator: Any = torch.ops.flash_train.attention_backward.default
+    declared = operator.workspace_bytes
+    rest = (q, q, q, None, False, 1.0)
+    assert declared((8, 0), q, None, q, *rest) == 4 * 3 * 2 * 37
+    assert declared((9, 0), q, None, q, *rest) == 4 * 3 * 2 * (37 * 12 + 2 * 128)
+    assert sizes["h200"].cublas == 64 * 2**20
+
+
+def test_dropout_keeps_a_byte_for_each_element_on_a_gpu() -> None:
+    class Dropping(nn.Module):
+        def __init__(self, p: float) -> None:
+            super().__init__()
+            self.linear, self.dropout = nn.Linear(64, 64, bias=False), nn.Dropout(p)
+
+        def training_step(self, batch):
+            return self.dropout(self.linear(batch)).sum()
+
+    without, half = (predict_peak(Dropping(p), torch.empty(512, 64), optimizer=adam) for p in (0.0, 0.5))
+    kept = [prediction.phases["backward"].categories["activations"] for prediction in (without, half)]
+    assert kept[1] - kept[0] == 512 * 64
+
+
+def test_the_rules_are_gone_afterwards() -> None:
+    predict_peak(Language("naive"), tokens(), optimizer=adam, precision="bf16-mixed")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.softmax(torch.ones(2, 2, dtype=torch.bfloat16), -1).dtype == torch.bfloat16
+    assert nn.functional.dropout(torch.ones(8), 1.0).sum() == 0
+
+
+def test_a_card_s_share_and_the_peak_add_up() -> None:
+    predicted = predict_peak(Language("sdpa"), tokens(), optimizer=adam, precision="bf16-mixed", card=CARDS["h200"])
+    assert sum(predicted.categories.values()) == predicted.peak
+    assert predicted.rounding > 0
+    assert predicted.needed(0.04) == round(predicted.peak * 1.04) + predicted.context
+    assert CARDS["h200"].memory > 139 * GIB
+
+
+class Reading(Language):
+    def training_step(self, batch):
+        loss = super().training_step(batch)
+        return loss * loss.item()
+
+
+class Silent(nn.Linear):
+    def training_step(self, batch):
+        return None
+
+
+class ByHand(Foreign):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+@pytest.mark.parametrize(
+    "module, arguments, text",
+    [
+        (nn.Linear(2, 2), {}, r"module must have a training_step\(batch\) .* Linear has none: wrap it"),
+        (Language("naive"), {"optimizer": None}, r"Language has no configure_optimizers: give optimizer=lambda"),
+        (Language("naive"), {"optimizer": lambda m: [adam(m), adam(m)]}, r"there must be one optimizer, got \["),
+        (ByHand(), {}, r"ByHand has automatic_optimization=False"),
+        (Reading("naive"), {}, r"must not depend on the values of tensors, and aten._local_scalar_dense.default does"),
+        (Silent(2, 2), {}, r"training_step must return the loss, .*, got NoneType"),
+        (Language("naive"), {"precision": "bf16"}, r"precision must be one of 32-true, .*, got 'bf16'"),
+        (Language("naive"), {"accumulate": 0}, r"accumulate must be a number of micro-batches from 1 on, got 0"),
+        (Language("naive"), {"gradient_clip": -1.0}, r"gradient_clip must be a positive norm or None .*, got -1.0"),
+        (Language("naive"), {"device": "mps"}, r"device must be cuda or cpu, got 'mps'"),
+    ],
+)
+def test_what_cannot_be_predicted_is_refused(module, arguments, text) -> None:
+    with pytest.raises(ValueError, match=text):
+        predict_peak(module, tokens(), **{"optimizer": adam, **arguments})
+
+
+def test_a_class_is_no_module() -> None:
+    with pytest.raises(TypeError, match="module must be an nn.Module, got type: give the module"):
+        predict_peak(Language, tokens(), optimizer=adam)  # pyright: ignore[reportArgumentType]
