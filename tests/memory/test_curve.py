@@ -1,0 +1,49 @@
+"""The search asks little, and its answer is right."""
+
+import math
+
+import pytest
+
+from flash_train.memory.curve import Curve
+
+CURVES = {
+    "linear": lambda x: 2 * 10**9 + 330_000 * x,
+    "quadratic": lambda x: 2 * 10**9 + 330_000 * x + 700 * x**2,
+    "two pieces": lambda x: max(9 * 10**9 + 100_000 * x, 2 * 10**9 + 330_000 * x + 70 * x**2),
+    "three pieces": lambda x: max(9 * 10**9, 8 * 10**9 + 900_000 * x, 10**9 + 1000 * x**2),
+    "rounded": lambda x: -(-(2 * 10**9 + 331_777 * x + 700 * x**2) // 2**21) * 2**21,
+    "flat": lambda x: 5,
+    "steep": lambda x: 10**9 * x,
+}
+
+
+@pytest.mark.parametrize("name", CURVES)
+@pytest.mark.parametrize("budget", [10**9, 9 * 10**9, 24 * 2**30, 140 * 2**30])
+@pytest.mark.parametrize("step", [1, 64])
+def test_the_answer_fits_and_the_next_does_not_and_both_were_asked(name: str, budget: int, step: int) -> None:
+    evaluate, limit = CURVES[name], 2**24
+    curve = Curve(evaluate)
+    found = curve.largest(budget, step=step, limit=limit)
+    if found is None:
+        assert curve.points[step] > budget
+    else:
+        assert curve.points[found] <= budget and found % step == 0
+        assert found == limit or curve.points[found + step] > budget
+    assert all(size == evaluate(at) for at, size in curve.points.items())
+
+
+@pytest.mark.parametrize("name", ["linear", "quadratic", "two pieces", "rounded"])
+def test_it_asks_at_most_ten_times(name: str) -> None:
+    curve = Curve(CURVES[name])
+    curve.largest(24 * 2**30, step=64, limit=2**24)
+    assert len(curve.points) <= 10
+
+
+def test_an_estimate_is_exact_on_a_polynomial_and_says_so_elsewhere() -> None:
+    curve = Curve(CURVES["quadratic"])
+    with pytest.raises(ValueError, match="needs a point"):
+        curve.estimate(7)
+    for size in (1000, 2000, 5000):
+        curve(size)
+    assert math.isclose(curve.estimate(3333), CURVES["quadratic"](3333))
+    assert 3333 not in curve.points
