@@ -16,11 +16,24 @@ MAY_IMPORT = {
     "training": {"training", "models", "modules", "ops"},
     "diagnostics": {"diagnostics"},
     "memory": {"memory"},
+    "planning": {"planning", "memory", "comparison"},
     "comparison": {"comparison", "diagnostics", "training", "models", "modules", "ops"},
     "bench": {"bench", "comparison", "diagnostics", "ops"},
     "integrations": {"integrations", "ops"},
     "config": set(),
-    "commands": {"commands", "config", "bench", "comparison", "diagnostics", "training", "models", "modules", "ops"},
+    "commands": {
+        "commands",
+        "config",
+        "bench",
+        "comparison",
+        "planning",
+        "memory",
+        "diagnostics",
+        "training",
+        "models",
+        "modules",
+        "ops",
+    },
 }
 
 

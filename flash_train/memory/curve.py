@@ -29,15 +29,16 @@ class Curve:
             self.points[x] * math.prod((size - other) / (x - other) for other in near if other != x) for x in near
         )
 
-    def largest(self, budget: int, *, step: int, limit: int) -> int | None:
+    def largest(self, budget: int, *, step: int, first: int, limit: int) -> int | None:
         """The largest multiple of `step`, `limit` at most, that needs no more than `budget`; None if not even `step`.
 
-        It was asked, and the next multiple too (unless it is beyond the limit). Each question is put where the
-        polynomial through the last answers crosses the budget, or in the middle where that stops helping.
+        It was asked, and the next multiple too (unless it is beyond the limit). The first question is about `first`,
+        or near it; each other is put where the polynomial through the last answers crosses the budget, or in the
+        middle where that stops helping.
         """
         limit -= limit % step
         fits, fails = 0, limit + step  # in which the answer lies: [fits, fails)
-        size, turn = self._first(step, limit), 0
+        size, turn = min(max(step, first // step * step), limit), 0
         while fails - fits > step:
             width = fails - fits
             if self(size) <= budget:
@@ -49,10 +50,6 @@ class Curve:
             size = min(max(size // step * step, fits + step), fails - step)
             turn += 1
         return fits or None
-
-    def _first(self, step: int, limit: int) -> int:
-        """Somewhere where the curve has begun to grow by its highest power."""
-        return min(max(step, 1024 // step * step), limit)
 
     @staticmethod
     def _middle(fits: int, fails: int, limit: int) -> int:

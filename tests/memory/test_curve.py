@@ -23,7 +23,7 @@ CURVES = {
 def test_the_answer_fits_and_the_next_does_not_and_both_were_asked(name: str, budget: int, step: int) -> None:
     evaluate, limit = CURVES[name], 2**24
     curve = Curve(evaluate)
-    found = curve.largest(budget, step=step, limit=limit)
+    found = curve.largest(budget, step=step, first=1024, limit=limit)
     if found is None:
         assert curve.points[step] > budget
     else:
@@ -35,7 +35,7 @@ def test_the_answer_fits_and_the_next_does_not_and_both_were_asked(name: str, bu
 @pytest.mark.parametrize("name", ["linear", "quadratic", "two pieces", "rounded"])
 def test_it_asks_at_most_ten_times(name: str) -> None:
     curve = Curve(CURVES[name])
-    curve.largest(24 * 2**30, step=64, limit=2**24)
+    curve.largest(24 * 2**30, step=64, first=1024, limit=2**24)
     assert len(curve.points) <= 10
 
 

@@ -1,0 +1,83 @@
+"""What a plan is asked for, checked before the first prediction."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from flash_train.comparison.plan import check_arms, check_lengths, check_positive
+from flash_train.memory.cards import CARDS, Card, card_of
+
+_UNITS = {"B": 1} | {
+    f"{prefix}{letter}B": base**power
+    for power, prefix in enumerate("KMGT", start=1)
+    for letter, base in (("", 1000), ("i", 1024))
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The keys of conf/plan.yaml that flash-train does not have; what each means stands there."""
+
+    arms: tuple[str, ...]
+    card: Card
+    """Its memory is the budget, where one was given."""
+    rows: int
+    length: int
+    """data.sequence_length: where the largest batch is sought."""
+    lengths: tuple[int, ...]
+    """Of the table; empty: powers of two."""
+    length_step: int
+    allowance: float
+    limit: int
+    """No T and no batch is sought beyond."""
+
+
+def read_settings(config: Mapping[str, Any], *, implementations: Sequence[str]) -> Settings:
+    """The settings in a composed configuration. Raises ValueError, in one sentence, for what makes no plan."""
+    check_arms(config["arms"], implementations)
+    if config["lengths"] is not None:
+        check_lengths(config["lengths"])
+    for key in ("rows", "length_step", "limit"):
+        check_positive(key, config[key])
+    allowance = config["allowance"]
+    if not isinstance(allowance, int | float) or isinstance(allowance, bool) or not 0 <= allowance < 1:
+        raise ValueError(f"allowance must be a share of the peak from 0 to 1, got {allowance!r}; 0.04 is usual")
+    return Settings(
+        arms=tuple(config["arms"]),
+        card=_card(config["card"], config["budget"]),
+        rows=config["rows"],
+        length=config["data"]["sequence_length"],
+        lengths=tuple(sorted(config["lengths"] or ())),
+        length_step=config["length_step"],
+        allowance=float(allowance),
+        limit=config["limit"],
+    )
+
+
+def _card(name: Any, budget: Any) -> Card:
+    if name is None and budget is None:
+        raise ValueError("a plan must have a budget or a card; give budget=24GiB, or card=h200")
+    if name is not None and name not in CARDS:
+        raise ValueError(f"card must be one of {', '.join(CARDS)}, got {name!r}; for another give budget=24GiB")
+    size = None if budget is None else parse_bytes(budget)
+    if name is None:
+        assert size is not None
+        return card_of(size)
+    card = CARDS[name]
+    if size is not None and size > card.memory:
+        raise ValueError(
+            f"budget must be at most what the card has, got {budget} for {name}, which has "
+            f"{card.memory / 2**30:.1f}GiB; leave out one of the two"
+        )
+    return card if size is None else replace(card, memory=size)
+
+
+def parse_bytes(size: Any) -> int:
+    """Bytes of "24GiB", "80GB", "512MiB", or of a number of bytes from a million on. Raises ValueError for another."""
+    if isinstance(size, int) and not isinstance(size, bool) and size >= 10**6:  # 24 means 24GiB, and does not say so
+        return size
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B)\s*", size) if isinstance(size, str) else None
+    if match is None or match[2] not in _UNITS or float(match[1]) == 0:
+        raise ValueError(f"budget must be a size such as 24GiB, 80GB or a number of bytes, got {size!r}")
+    return int(float(match[1]) * _UNITS[match[2]])

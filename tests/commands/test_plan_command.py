@@ -1,0 +1,59 @@
+"""flash-plan as a person types it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from flash_train.commands.plan import main
+from tests.commands.conftest import Command
+
+SMALL = (
+    "recipes=gpt2_124m", "model.width=32", "model.depth=2", "model.heads=2", "vocabulary_size=211",
+    "data.sequence_length=128", "budget=0.75GiB", "hydra.run.dir=run",
+)  # fmt: skip
+
+
+def test_it_plans_a_recipe_without_its_data_or_a_gpu(command: Command, tmp_path: Path) -> None:
+    answer = command(main, *SMALL, "arms=[naive,flash]", "length_step=16")
+    assert answer.code == 0, answer.err
+    found = json.loads((tmp_path / "run" / "results.json").read_text())
+    naive, flash = (found["arms"][arm]["longest_length"] for arm in ("naive", "flash"))
+    assert 0 < naive < flash and naive % 16 == 0
+    assert "flash fits T = " in answer.out and "of compute capability 8.0" in answer.out
+    assert found["command"].startswith("flash-plan recipes=gpt2_124m")
+    assert {file.name for file in (tmp_path / "run").iterdir()} == {"results.json", "results.csv", "memory.png"}
+
+
+def test_checkpointing_goes_further(command: Command, tmp_path: Path) -> None:
+    longest = {}
+    for granularity in ("none", "block"):
+        answer = command(main, *SMALL, "arms=[flash]", f"checkpointing={granularity}", "model.depth=8")
+        assert answer.code == 0, answer.err
+        found = json.loads((tmp_path / "run" / "results.json").read_text())
+        longest[granularity] = found["arms"]["flash"]["longest_length"]
+    assert longest["none"] < longest["block"]
+
+
+def test_an_arm_that_refuses_is_named_and_the_others_go_on(command: Command, tmp_path: Path) -> None:
+    answer = command(main, *SMALL, "arms=[sdpa,flash]", "precision=fp32")
+    assert answer.code == 0, answer.err
+    assert "sdpa: refused: implementation='sdpa': torch's back end takes no q" in answer.out
+    answer = command(main, *SMALL, "arms=[sdpa]", "precision=fp32")
+    assert answer.code == 1 and "every arm refuses this model" in answer.out
+
+
+@pytest.mark.parametrize(
+    "change, text",
+    [
+        ("budget=null", "flash-plan: a plan must have a budget or a card"),
+        ("trainer.devices=2", "flash-plan: a plan is for one device, got trainer.devices=2"),
+        ("data.separate_documents=true", "flash-plan: a plan does not know where documents end"),
+        ("optimizer.lr=fast", "flash-plan: optimizer.lr must be float, got 'fast'"),
+        ("batch_tokens=many", "flash-plan: batch_tokens must be a positive number of tokens or null, got 'many'"),
+    ],
+)
+def test_a_wrong_setting_is_one_sentence(command: Command, change: str, text: str) -> None:
+    answer = command(main, *SMALL, change)
+    assert answer.code == 2
+    assert answer.err.startswith(text) and answer.err.count("\n") == 1
