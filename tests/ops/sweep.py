@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flash_train.ops.choice import interpreting
+from flash_train.ops.choice import HOPPER, interpreting
 from tests.ops.cases import Inputs, inputs
 from tests.ops.errors import check, results
 from tests.ops.sweep_cases import SIZES, TOGETHER, generate, names
@@ -55,12 +55,20 @@ class Memory:
         return bool(around) and bool((torch.stack(around) != _BYTE).any())
 
 
+def runs_kernels(implementation: str, device: str) -> bool:
+    return implementation == "triton" or (implementation == "flash" and device != "cpu")
+
+
 @contextlib.contextmanager
-def poisoned_memory(implementation: str) -> Iterator[Memory]:
-    """The Triton launchers allocate from a `Memory` inside; the other implementations are left alone."""
+def poisoned_memory(implementation: str, device: str) -> Iterator[Memory]:
+    """The kernels' launchers allocate from a `Memory` inside; the other implementations are left alone."""
     memory, modules = Memory(), []
-    if implementation == "triton":
+    if runs_kernels(implementation, device):
         from flash_train.ops.kernels import backward, forward, launch  # noqa: F401
+
+        if device != "cpu" and torch.cuda.get_device_capability() == HOPPER:
+            from flash_train.ops.kernels.hopper import derivative  # noqa: F401
+            from flash_train.ops.kernels.hopper import forward as hopper_forward  # noqa: F401
 
         prefix = "flash_train.ops.kernels."
         modules = [x for name, x in sys.modules.items() if name.startswith(prefix) and hasattr(x, "empty")]
@@ -86,7 +94,7 @@ def run_case(name: str, device: str, implementation: str) -> float:
     x = inputs(case, dtype, device, seed)
     truncates = device == "cpu" and implementation == "triton" and dtype == torch.bfloat16  # the interpreter's cast
     before = storages(x)
-    with poisoned_memory(implementation) as memory:
+    with poisoned_memory(implementation, device) as memory:
         shares = check(x, implementation=implementation, budget=4.0 if truncates else 2.0)
         assert not memory.touched_outside(), "memory outside an output was written"
         assert all(map(torch.equal, storages(x), before)), "an input, or memory around it, was written"
@@ -216,7 +224,7 @@ def sweep(chosen: list[str], device: str, implementation: str, processes: int) -
     failed: dict[str, Outcome] = {}
     passes: list[tuple[str, Task]] = [("compiled", compile_case), ("run", run_case)]
     outcomes: dict[str, Outcome] = {}
-    for verb, task in passes[0 if implementation == "triton" and device != "cpu" else 1 :]:
+    for verb, task in passes[0 if runs_kernels(implementation, device) and device != "cpu" else 1 :]:
         left = [name for name in chosen if name not in failed]
         blocks = [left[start : start + TOGETHER] for start in range(0, len(left), TOGETHER)]
         begin = time.perf_counter()
@@ -256,7 +264,7 @@ def start_in_the_interpreter() -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.ops.sweep", description=(__doc__ or "").split(":")[0])
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--implementation", default="triton", help="triton, tiled, flash or naive")
+    parser.add_argument("--implementation", default="triton", help="triton, flash, tiled or naive")
     parser.add_argument("--cases", type=int, default=2000)
     parser.add_argument("--seed", type=int, help="drawn, and printed, if not given")
     parser.add_argument("--size", default="full", choices=SIZES)

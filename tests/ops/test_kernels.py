@@ -35,7 +35,7 @@ SMALL = [
 @pytest.fixture(autouse=True)
 def poisoned_memory():
     """What a kernel forgets to write is NaN, and what it writes beside an output is found."""
-    with sweep.poisoned_memory("triton") as memory:
+    with sweep.poisoned_memory("triton", "cpu") as memory:
         yield
         assert not memory.touched_outside()
 
