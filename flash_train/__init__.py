@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flash_train.diagnostics.memory import MemoryMonitor
     from flash_train.diagnostics.speed import SpeedMonitor
+    from flash_train.memory.predict import predict_peak
     from flash_train.models.gpt import GPT
     from flash_train.modules.attention import SelfAttention
     from flash_train.ops.attention import (
@@ -34,6 +35,7 @@ __all__ = [
     "flash_attention_packed",
     "flash_attention_with_lse",
     "merge",
+    "predict_peak",
 ]
 
 _MODULES = {
@@ -49,6 +51,7 @@ _MODULES = {
     "flash_attention_packed": "ops.attention",
     "flash_attention_with_lse": "ops.attention",
     "merge": "ops.partials",
+    "predict_peak": "memory.predict",
 }
 
 

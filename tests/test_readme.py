@@ -17,6 +17,7 @@ SHORTER["flash-train"] += ["validate_every=4", "trainer.limit_val_batches=1"]
 for changes in SHORTER.values():
     changes += ["model.width=24", "model.depth=1", "loggers=csv"]
 SHORTER["flash-bench"] = ["seconds=1e-6", "rounds=1"]
+SHORTER["flash-plan"] = ["model.width=24", "model.depth=1", "model.heads=2", "vocabulary_size=211", "length_step=4096"]
 
 
 def blocks(language: str) -> list[str]:

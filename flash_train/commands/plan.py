@@ -68,7 +68,7 @@ def as_planned(config: dict[str, Any]) -> dict[str, Any]:
     tokens = config["batch_tokens"]
     if tokens is not None and (not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1):
         raise ValueError(f"batch_tokens must be a positive number of tokens or null, got {tokens!r}")
-    # The GPU need not be there, and what is compiled may take less, but not more, than what is not.
+    # The GPU need not be there, and the step is predicted as an eager one.
     config = {**config, "trainer": {**config["trainer"], "accelerator": "cpu", "devices": 1}}
     check_values(config)
     config["compile"] = {**config["compile"], "enabled": False}
