@@ -1,5 +1,6 @@
 """A prediction is what happens."""
 
+import contextlib
 import csv
 from functools import partial
 from pathlib import Path
@@ -9,8 +10,11 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from flash_train.memory import cuda
 from flash_train.memory.cards import CARDS, GIB
+from flash_train.memory.live import LiveBytes
 from flash_train.memory.predict import Predictor, predict_peak
 from flash_train.models.gpt import GPT
 from flash_train.modules.attention import SelfAttention
@@ -220,3 +224,52 @@ def test_what_cannot_be_predicted_is_refused(module, arguments, text) -> None:
 def test_a_class_is_no_module() -> None:
     with pytest.raises(TypeError, match="module must be an nn.Module, got type: give the module"):
         predict_peak(Language, tokens(), optimizer=adam)  # pyright: ignore[reportArgumentType]
+
+
+def test_autocast_s_lists_are_names_that_torch_registers_for_cuda() -> None:
+    registered = cuda._registered("AutocastCUDA")
+    for names in (cuda.LOWER, cuda.PROMOTED, cuda.FP32_UNLESS_TOLD):
+        assert names <= registered, names - registered
+    assert len(cuda.LOWER | cuda.PROMOTED | cuda.FP32_UNLESS_TOLD) < len(registered) - 40, "the others are fp32's"
+
+
+@pytest.mark.parametrize(
+    "function, dtype",
+    [
+        (lambda x: torch.softmax(x, -1), torch.float32),
+        (lambda x: torch.softmax(x, -1, dtype=torch.bfloat16), torch.bfloat16),
+        (lambda x: nn.functional.layer_norm(x, (8,)), torch.float32),
+        (lambda x: x.pow(2), torch.float32),
+        (lambda x: x.sum(), torch.float32),
+        (lambda x: nn.functional.gelu(x), torch.bfloat16),
+        (lambda x: x.float() @ x.float(), torch.bfloat16),
+        (lambda x: torch.einsum("ij,jk->ik", x.float(), x), torch.bfloat16),
+        (lambda x: torch.addcmul(x, x.float(), x), torch.float32),
+        (lambda x: torch.cat([x, x]), torch.bfloat16),
+    ],
+)
+def test_autocast_chooses_as_on_cuda(function, dtype) -> None:
+    """The types in torch's table of CUDA operators (the page on automatic mixed precision)."""
+    with cuda.cuda_rules((8, 0)), FakeTensorMode(), torch.autocast("cpu", dtype=torch.bfloat16):
+        assert function(torch.empty(8, 8, dtype=torch.bfloat16)).dtype == dtype
+
+
+@pytest.mark.parametrize(
+    "backends, capability, dtype, operator",
+    [
+        (None, (8, 0), torch.bfloat16, "flash_attention"),
+        (None, (9, 0), torch.bfloat16, "cudnn_attention"),
+        (None, (9, 0), torch.float32, "efficient_attention"),
+        ([SDPBackend.EFFICIENT_ATTENTION], (8, 0), torch.bfloat16, "efficient_attention"),
+        ([SDPBackend.MATH], (8, 0), torch.bfloat16, "bmm"),
+    ],
+)
+def test_sdpa_takes_the_back_end_that_it_takes_on_a_gpu(backends, capability, dtype, operator) -> None:
+    chosen = sdpa_kernel(backends) if backends else contextlib.nullcontext()
+    with cuda.cuda_rules(capability), FakeTensorMode(), LiveBytes(nn.Identity()) as live, chosen:
+        live.enter("only")
+        q = torch.empty(2, 4, 16, 64, dtype=dtype, requires_grad=True)
+        kv = torch.empty(2, 2, 16, 64, dtype=dtype)
+        nn.functional.scaled_dot_product_attention(q, kv, kv, is_causal=True, enable_gqa=True).sum().backward()
+        seen = {block.operation for _, block, _ in live._events}
+    assert any(operator in name for name in seen), seen
