@@ -100,7 +100,9 @@ def test_transformers_mask_for_sdpa_is_in_the_prediction_though_values_would_sho
     predicted = predict_peak(make(), batch, optimizer=adam, device="cpu")
     real = take_real_steps(make(), batch, adam).peaks()
     for phase in ("forward", "backward"):
-        assert 1 <= predicted.phases[phase].size / real[phase].size <= 1.1, phase
+        assert 1 <= predicted.phases[phase].size / real[phase].size <= 1.15, (
+            phase
+        )  # it also keeps grouped heads from staying grouped
 
 
 @pytest.mark.parametrize("name", MODELS)
