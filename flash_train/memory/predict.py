@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from flash_train.memory.cards import GIB, ROUNDING, Card, card_of
-from flash_train.memory.cuda import cuda_rules, inside
+from flash_train.memory.cuda_rules import cuda_rules, inside
 from flash_train.memory.live import Block, LiveBytes, Peak
 from flash_train.memory.step import FakeStep, OptimizerMaker
 
@@ -131,7 +131,7 @@ def predict_peak(
         precision: Lightning's name: "32-true", "bf16-mixed", "bf16-true", "16-mixed" or "16-true".
         accumulate: micro-batches of a step.
         gradient_clip: largest gradient norm; handed to the module's `configure_gradient_clipping` where it has one.
-        device: "cuda", for what torch's CUDA code allocates (see `cuda.py`), or "cpu".
+        device: "cuda", for what torch's CUDA code allocates (see `cuda_rules.py`), or "cpu".
         card: whose kernels and workspaces are meant; None: an Ampere's.
 
     Raises:

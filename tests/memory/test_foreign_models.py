@@ -99,7 +99,7 @@ def test_transformers_mask_for_sdpa_is_in_the_prediction_though_values_would_sho
     make, batch = MODELS[name][0], tokens()
     predicted = predict_peak(make(), batch, optimizer=adam, device="cpu")
     real = take_real_steps(make(), batch, adam).peaks()
-    for phase in ("forward", "backward"):
+    for phase in ("forward", "backward"):  # with a mask, grouped heads are repeated as well
         assert 1 <= predicted.phases[phase].size / real[phase].size <= 1.15, (
             phase
         )  # it also keeps grouped heads from staying grouped

@@ -24,6 +24,7 @@ def language_model(implementation: str, checkpointing: str) -> LanguageModel:
     return LanguageModel(model, optimizer=partial(adamw, lr=1e-3))
 
 
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 @pytest.mark.parametrize("implementation", ["naive", "sdpa"])
 @pytest.mark.parametrize(
     "precision, accumulate, checkpointing",
@@ -39,7 +40,7 @@ def test_every_phase_of_a_run_is_predicted(
         callbacks=[monitor], logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False,
     )  # fmt: skip
-    trainer.fit(language_model(implementation, checkpointing), DataLoader(rows, batch_size=4))
+    trainer.fit(language_model(implementation, checkpointing), DataLoader(rows, batch_size=4))  # pyright: ignore[reportArgumentType]
     batch = {name: torch.stack([row[name] for row in rows[:4]]) for name in rows[0]}
     predicted = predict_peak(
         language_model(implementation, checkpointing), batch, precision=precision, accumulate=accumulate, device="cpu"

@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import doctest
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flash_train.memory import cuda
+from flash_train.memory import cuda_rules, predict
 from flash_train.memory.cards import CARDS, GIB
 from flash_train.memory.live import LiveBytes
 from flash_train.memory.predict import Predictor, predict_peak
@@ -221,16 +222,22 @@ def test_what_cannot_be_predicted_is_refused(module, arguments, text) -> None:
         predict_peak(module, tokens(), **{"optimizer": adam, **arguments})
 
 
+def test_the_docstring_s_example_is_true() -> None:
+    assert doctest.testmod(predict).failed == 0 and doctest.testmod(predict).attempted >= 4
+
+
 def test_a_class_is_no_module() -> None:
     with pytest.raises(TypeError, match="module must be an nn.Module, got type: give the module"):
         predict_peak(Language, tokens(), optimizer=adam)  # pyright: ignore[reportArgumentType]
 
 
 def test_autocast_s_lists_are_names_that_torch_registers_for_cuda() -> None:
-    registered = cuda._registered("AutocastCUDA")
-    for names in (cuda.LOWER, cuda.PROMOTED, cuda.FP32_UNLESS_TOLD):
+    registered = cuda_rules._registered("AutocastCUDA")
+    for names in (cuda_rules.LOWER, cuda_rules.PROMOTED, cuda_rules.FP32_UNLESS_TOLD):
         assert names <= registered, names - registered
-    assert len(cuda.LOWER | cuda.PROMOTED | cuda.FP32_UNLESS_TOLD) < len(registered) - 40, "the others are fp32's"
+    assert len(cuda_rules.LOWER | cuda_rules.PROMOTED | cuda_rules.FP32_UNLESS_TOLD) < len(registered) - 40, (
+        "the others are fp32's"
+    )
 
 
 @pytest.mark.parametrize(
@@ -250,7 +257,7 @@ def test_autocast_s_lists_are_names_that_torch_registers_for_cuda() -> None:
 )
 def test_autocast_chooses_as_on_cuda(function, dtype) -> None:
     """The types in torch's table of CUDA operators (the page on automatic mixed precision)."""
-    with cuda.cuda_rules((8, 0)), FakeTensorMode(), torch.autocast("cpu", dtype=torch.bfloat16):
+    with cuda_rules.cuda_rules((8, 0)), FakeTensorMode(), torch.autocast("cpu", dtype=torch.bfloat16):
         assert function(torch.empty(8, 8, dtype=torch.bfloat16)).dtype == dtype
 
 
@@ -266,7 +273,7 @@ def test_autocast_chooses_as_on_cuda(function, dtype) -> None:
 )
 def test_sdpa_takes_the_back_end_that_it_takes_on_a_gpu(backends, capability, dtype, operator) -> None:
     chosen = sdpa_kernel(backends) if backends else contextlib.nullcontext()
-    with cuda.cuda_rules(capability), FakeTensorMode(), LiveBytes(nn.Identity()) as live, chosen:
+    with cuda_rules.cuda_rules(capability), FakeTensorMode(), LiveBytes(nn.Identity()) as live, chosen:
         live.enter("only")
         q = torch.empty(2, 4, 16, 64, dtype=dtype, requires_grad=True)
         kv = torch.empty(2, 2, 16, 64, dtype=dtype)
