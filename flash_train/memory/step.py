@@ -11,15 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
+from flash_train.memory.fakes import DeepCopies, Fakes, OnCpu
 from flash_train.memory.live import LiveBytes
 
 PRECISIONS: dict[str, tuple[torch.dtype | None, torch.dtype | None]] = {
@@ -69,12 +65,12 @@ class FakeStep:
         self._true_dtype, self._autocast_dtype = PRECISIONS[precision]
         self._accumulate = accumulate
         self._clip = gradient_clip
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._mode = Fakes()
         self._reached: set[nn.Parameter] = set()
         with _quiet():
             self.module: Any = self._copy(module)
             self._attach_trainer()
-            with self._mode:
+            with self._mode, OnCpu(), _valueless("the optimizer"):
                 self.optimizer = _only(optimizer(self.module) if optimizer else _configured(self.module))
                 self._warm_up(multi_tensor=multi_tensor)
 
@@ -83,7 +79,7 @@ class FakeStep:
 
         Raises ValueError if the step asks for the values of tensors, or gives no loss.
         """
-        with self._mode, _quiet():
+        with self._mode, OnCpu(), _quiet():
             batch = tree_map_only(Tensor, self._fake_input, batch)
             counted = self._run(batch, live(self.module))
             idle = [p for p in self.module.parameters() if p in self.optimizer.state and p not in self._reached]
@@ -118,14 +114,8 @@ class FakeStep:
     def _loss(self, batch: Any) -> Tensor:
         step = self.module.training_step
         takes_index = len(inspect.signature(step).parameters) > 1
-        try:
-            with self._precision():
-                answer = step(batch, 0) if takes_index else step(batch)
-        except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            raise ValueError(
-                f"training_step must not depend on the values of tensors, and {error.func} does: a prediction has "
-                "none; leave out .item(), nonzero() and boolean indexing"
-            ) from error
+        with self._precision(), _valueless("training_step"):
+            answer = step(batch, 0) if takes_index else step(batch)
         loss = answer["loss"] if isinstance(answer, Mapping) and "loss" in answer else answer
         if not isinstance(loss, Tensor) or not loss.requires_grad:
             what = "a tensor without a gradient" if isinstance(loss, Tensor) else type(answer).__name__
@@ -169,7 +159,7 @@ class FakeStep:
                 memo.setdefault(id(tensor), nn.Parameter(fake, requires_grad=tensor.requires_grad))
             for tensor in part.buffers(recurse=False):
                 memo.setdefault(id(tensor), self._like(tensor, converted=convert))
-        with _DeepCopy(lambda tensor: self._like(tensor, converted=False)):
+        with DeepCopies(lambda tensor: self._like(tensor, converted=False)):
             return copy.deepcopy(module, memo)
 
     def _like(self, tensor: Tensor, *, converted: bool) -> Tensor:
@@ -192,6 +182,8 @@ class FakeStep:
     def _warm_up(self, *, multi_tensor: bool) -> None:
         """Gradients and optimizer state as a step before would have left them."""
         for group in self.optimizer.param_groups:
+            if "capturable" in group:
+                group["capturable"] = False  # it asks for a GPU, and takes no more memory there
             if multi_tensor and group.get("foreach", False) is None and not group.get("fused"):
                 group["foreach"] = True
         for parameter in self.module.parameters():
@@ -199,20 +191,6 @@ class FakeStep:
                 parameter.register_post_accumulate_grad_hook(self._reached.add)
                 parameter.grad = torch.empty_like(parameter)
         self.optimizer.step()
-
-
-class _DeepCopy(TorchFunctionMode):
-    """Inside, copy.deepcopy copies a tensor by `like`: torch's own gives each fake tensor a mode of its own."""
-
-    def __init__(self, like: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self._like = like
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is Tensor.__deepcopy__:
-            tensor, memo = args
-            return memo.setdefault(id(tensor), self._like(tensor))
-        return function(*args, **(kwargs or {}))
 
 
 def _check(module: nn.Module, *, precision: str, accumulate: int, gradient_clip: float | None) -> None:
@@ -256,6 +234,10 @@ def _only(configured: Any) -> Optimizer:
         found = found[0]
     if isinstance(found, Mapping) and "optimizer" in found:
         found = found["optimizer"]
+    if isinstance(found, torch.optim.LBFGS):
+        raise ValueError(
+            "the optimizer must take one gradient a step, and LBFGS takes as many as it likes: give another"
+        )
     if not isinstance(found, Optimizer):
         raise ValueError(
             f"there must be one optimizer, got {found!r}: return one from configure_optimizers, or give optimizer="
@@ -269,6 +251,18 @@ def _lightning_package(module: nn.Module) -> str | None:
         if base.__name__ == "LightningModule":
             return base.__module__.partition(".core")[0]
     return None
+
+
+@contextlib.contextmanager
+def _valueless(what: str) -> Iterator[None]:
+    """Say what it means when fake tensors are asked for what they have not."""
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise ValueError(
+            f"{what} must not depend on the values of tensors, and {error.func} does: a prediction has none; leave out "
+            "nonzero(), boolean indexing, and .item() of whole numbers and truth values"
+        ) from error
 
 
 @contextlib.contextmanager

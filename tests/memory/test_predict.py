@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flash_train.memory import cuda_rules, predict
 from flash_train.memory.cards import CARDS, GIB
+from flash_train.memory.fakes import Fakes
 from flash_train.memory.live import LiveBytes
 from flash_train.memory.predict import Predictor, predict_peak
 from flash_train.models.gpt import GPT
@@ -187,8 +188,13 @@ def test_a_card_s_share_and_the_peak_add_up() -> None:
 
 class Reading(Language):
     def training_step(self, batch):
-        loss = super().training_step(batch)
-        return loss * loss.item()
+        return super().training_step(batch) * batch["inputs"].max().item()
+
+
+class Masking(Language):
+    def training_step(self, batch):
+        inputs = batch["inputs"]
+        return super().training_step(batch) + inputs[inputs > 3].sum()
 
 
 class Silent(nn.Linear):
@@ -209,7 +215,17 @@ class ByHand(Foreign):
         (Language("naive"), {"optimizer": None}, r"Language has no configure_optimizers: give optimizer=lambda"),
         (Language("naive"), {"optimizer": lambda m: [adam(m), adam(m)]}, r"there must be one optimizer, got \["),
         (ByHand(), {}, r"ByHand has automatic_optimization=False"),
-        (Reading("naive"), {}, r"must not depend on the values of tensors, and aten._local_scalar_dense.default does"),
+        (Reading("naive"), {}, r"training_step must not depend on .*, and aten._local_scalar_dense.default does"),
+        (
+            Masking("naive"),
+            {},
+            r"training_step must not depend on the values of tensors, and aten.nonzero.default does",
+        ),
+        (
+            Language("naive"),
+            {"optimizer": lambda m: torch.optim.LBFGS(m.parameters())},
+            r"LBFGS takes several: predict with another",
+        ),
         (Silent(2, 2), {}, r"training_step must return the loss, .*, got NoneType"),
         (Language("naive"), {"precision": "bf16"}, r"precision must be one of 32-true, .*, got 'bf16'"),
         (Language("naive"), {"accumulate": 0}, r"accumulate must be a number of micro-batches from 1 on, got 0"),
@@ -220,6 +236,43 @@ class ByHand(Foreign):
 def test_what_cannot_be_predicted_is_refused(module, arguments, text) -> None:
     with pytest.raises(ValueError, match=text):
         predict_peak(module, tokens(), **{"optimizer": adam, **arguments})
+
+
+class Naming(Language):
+    """As written by somebody with a GPU, who logs a number."""
+
+    def training_step(self, batch):
+        loss = super().training_step({name: tensor.cuda() for name, tensor in batch.items()})
+        self.seen = loss.item()
+        return loss * torch.ones((), device="cuda") + torch.zeros(1).to("cuda:0").sum()
+
+
+def test_code_that_names_a_gpu_and_reads_its_loss_is_predicted() -> None:
+    plain, naming = (predict_peak(make("naive"), tokens(), optimizer=adam) for make in (Language, Naming))
+    assert 0 <= naming.peak - plain.peak <= 6 * 512
+
+
+def test_a_tensor_on_a_gpu_that_comes_about_all_the_same_is_an_error_and_not_the_end() -> None:
+    fakes = Fakes()
+    with fakes, pytest.raises(ValueError, match="must make its tensors where its batch is, and .* makes one on cuda:0"):
+        torch.empty(1, device="cuda")
+
+
+@pytest.mark.parametrize(
+    "make, states",
+    [
+        (lambda p: torch.optim.SGD(p, momentum=0.9), 1),
+        (lambda p: torch.optim.AdamW(p, capturable=True), 2),
+        (lambda p: torch.optim.Adam(p, amsgrad=True, fused=True), 3),
+        (lambda p: torch.optim.Adafactor(p), 0),
+    ],
+)
+def test_an_optimizer_s_state_is_counted(make, states) -> None:
+    module = Language("sdpa")
+    predicted = predict_peak(module, tokens(), optimizer=lambda m: make(m.parameters()), device="cpu")
+    parameters = sum(4 * p.numel() for p in module.parameters())
+    held = predicted.phases["forward"].categories["optimizer state"]
+    assert states * parameters <= held < (states + 0.1) * parameters + 4 * 100
 
 
 def test_the_docstring_s_example_is_true() -> None:

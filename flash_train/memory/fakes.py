@@ -1,0 +1,63 @@
+"""Fake tensors for a training step: shapes without data, all on the CPU, whatever device the code names."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+aten = torch.ops.aten
+_READ = aten._local_scalar_dense.default
+
+
+class Fakes(FakeTensorMode):
+    """torch's, with two differences: a floating number that is read (`loss.item()`, for a log) is 1, and a tensor on
+    another device is an error here, where autograd would end the process.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _READ and args[0].is_floating_point() and getattr(args[0], "constant", None) is None:
+            return 1.0
+        result = super().dispatch(func, types, args, kwargs or {})
+        if isinstance(result, FakeTensor) and result.fake_device.type not in ("cpu", "meta"):
+            raise ValueError(
+                f"a step must make its tensors where its batch is, and {func} makes one on {result.fake_device}: "
+                "give device=self.device, or that of another tensor"
+            )
+        return result
+
+
+class OnCpu(TorchFunctionMode):
+    """Inside, whoever names an accelerator gets the CPU, which is all that there is."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is Tensor.cuda:
+            return args[0]
+        return function(*tree_map(_on_cpu, args), **tree_map(_on_cpu, kwargs or {}))
+
+
+def _on_cpu(x: Any) -> Any:
+    if isinstance(x, torch.device):
+        return torch.device("cpu") if x.type in ("cuda", "xpu", "mps") else x
+    return "cpu" if isinstance(x, str) and re.fullmatch(r"(cuda|xpu|mps)(:\d+)?", x) else x
+
+
+class DeepCopies(TorchFunctionMode):
+    """Inside, copy.deepcopy copies a tensor by `like`: torch's own gives each fake tensor a mode of its own."""
+
+    def __init__(self, like: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self._like = like
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is Tensor.__deepcopy__:
+            tensor, memo = args
+            return memo.setdefault(id(tensor), self._like(tensor))
+        return function(*args, **(kwargs or {}))
