@@ -224,7 +224,7 @@ class ByHand(Foreign):
         (
             Language("naive"),
             {"optimizer": lambda m: torch.optim.LBFGS(m.parameters())},
-            r"LBFGS takes several: predict with another",
+            r"LBFGS takes as many as it likes",
         ),
         (Silent(2, 2), {}, r"training_step must return the loss, .*, got NoneType"),
         (Language("naive"), {"precision": "bf16"}, r"precision must be one of 32-true, .*, got 'bf16'"),
