@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flash_train.diagnostics.memory import MemoryMonitor
+    from flash_train.diagnostics.probe import MemoryProbe, probe_memory
     from flash_train.diagnostics.speed import SpeedMonitor
     from flash_train.memory.predict import predict_peak
     from flash_train.models.gpt import GPT
@@ -27,6 +28,7 @@ __all__ = [
     "GPT",
     "Mask",
     "MemoryMonitor",
+    "MemoryProbe",
     "Score",
     "SelfAttention",
     "SpeedMonitor",
@@ -36,6 +38,7 @@ __all__ = [
     "flash_attention_with_lse",
     "merge",
     "predict_peak",
+    "probe_memory",
 ]
 
 _MODULES = {
@@ -43,6 +46,7 @@ _MODULES = {
     "GPT": "models.gpt",
     "Mask": "ops.features",
     "MemoryMonitor": "diagnostics.memory",
+    "MemoryProbe": "diagnostics.probe",
     "Score": "ops.features",
     "SelfAttention": "modules.attention",
     "SpeedMonitor": "diagnostics.speed",
@@ -52,6 +56,7 @@ _MODULES = {
     "flash_attention_with_lse": "ops.attention",
     "merge": "ops.partials",
     "predict_peak": "memory.predict",
+    "probe_memory": "diagnostics.probe",
 }
 
 

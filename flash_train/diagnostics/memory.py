@@ -98,7 +98,7 @@ class MemoryMonitor(Monitor):
 
     def _choose_meter(self, trainer: Trainer) -> Meter | None:
         if self._device.type == "cpu":
-            first, left = step_of(trainer), _steps_left(trainer)
+            first, left = step_of(trainer), steps_left(trainer)
             measured = self._probe_step if left is None else max(min(self._probe_step, left - 1), 0)
             return ProfilerMeter(first + measured, first_step=first)
         ledger = ledger_of(self._device)
@@ -132,7 +132,7 @@ class MemoryMonitor(Monitor):
             return
         if not self._in_step:
             self._in_step = True
-            self._meter.step_begins(step_of(trainer), lambda: _held(trainer, pl_module, batch))
+            self._meter.step_begins(step_of(trainer), lambda: held_by(trainer, pl_module, batch))
         self._enter("forward" if pl_module.automatic_optimization else "step")
 
     @never_raises
@@ -174,7 +174,7 @@ class MemoryMonitor(Monitor):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         if self._meter is not None:
-            self._meter.validation_batch_begins(lambda: _held(trainer, pl_module, batch))
+            self._meter.validation_batch_begins(lambda: held_by(trainer, pl_module, batch))
 
     @never_raises
     def on_validation_batch_end(
@@ -218,7 +218,7 @@ class MemoryMonitor(Monitor):
         return metrics
 
 
-def _held(trainer: Trainer, pl_module: LightningModule, batch: Any) -> list[Any]:
+def held_by(trainer: Trainer, pl_module: LightningModule, batch: Any) -> list[Any]:
     """Whose tensors are alive during a step: the module, the optimizers, the batch, and callbacks that keep a copy."""
     kept: list[Any] = [pl_module, *trainer.optimizers, batch]
     for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
@@ -227,7 +227,7 @@ def _held(trainer: Trainer, pl_module: LightningModule, batch: Any) -> list[Any]
     return kept
 
 
-def _steps_left(trainer: Trainer) -> int | None:
+def steps_left(trainer: Trainer) -> int | None:
     """Optimizer steps until training ends, as far as the limits of steps and epochs tell; None without a limit."""
     limits: list[int] = []
     if trainer.max_steps >= 0:
