@@ -68,7 +68,8 @@ class FakeStep:
         self._mode = Fakes()
         self._reached: set[nn.Parameter] = set()
         with _quiet():
-            self.module: Any = self._copy(module)
+            with self._mode:
+                self.module: Any = self._copy(module)
             self._attach_trainer()
             with self._mode, OnCpu(), _valueless("the optimizer"):
                 self.optimizer = _only(optimizer(self.module) if optimizer else _configured(self.module))
@@ -79,7 +80,7 @@ class FakeStep:
 
         Raises ValueError if the step asks for the values of tensors, or gives no loss.
         """
-        with self._mode, OnCpu(), _quiet():
+        with self._mode, OnCpu(), _quiet(), torch.enable_grad():
             batch = tree_map_only(Tensor, self._fake_input, batch)
             counted = self._run(batch, live(self.module))
             idle = [p for p in self.module.parameters() if p in self.optimizer.state and p not in self._reached]
@@ -164,11 +165,10 @@ class FakeStep:
 
     def _like(self, tensor: Tensor, *, converted: bool) -> Tensor:
         dtype = self._true_dtype if converted and self._true_dtype and tensor.is_floating_point() else tensor.dtype
-        with self._mode:
-            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="cpu")
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="cpu")
 
     def _fake_input(self, tensor: Tensor) -> Tensor:
-        return self._like(tensor.detach(), converted=True)
+        return self._like(tensor, converted=True)
 
     def _attach_trainer(self) -> None:
         """A LightningModule may ask its trainer things, and its `self.log` needs one that ignores it."""

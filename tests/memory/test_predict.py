@@ -178,6 +178,20 @@ def test_the_rules_are_gone_afterwards() -> None:
     assert nn.functional.dropout(torch.ones(8), 1.0).sum() == 0
 
 
+def test_a_prediction_does_not_mind_where_it_is_asked_for() -> None:
+    usual = predict_peak(Language("naive"), tokens(), optimizer=adam, precision="bf16-mixed")
+    with torch.no_grad(), FakeTensorMode():
+        elsewhere = predict_peak(Language("naive"), tokens(), optimizer=adam, precision="bf16-mixed")
+    assert {n: p.size for n, p in elsewhere.phases.items()} == {n: p.size for n, p in usual.phases.items()}
+
+
+def test_a_compiled_model_is_predicted_as_an_eager_one() -> None:
+    module = Language("sdpa")
+    eager = predict_peak(module, tokens(), optimizer=adam, precision="bf16-mixed").peak
+    module.model.compile()
+    assert predict_peak(module, tokens(), optimizer=adam, precision="bf16-mixed").peak == eager
+
+
 def test_a_card_s_share_and_the_peak_add_up() -> None:
     predicted = predict_peak(Language("sdpa"), tokens(), optimizer=adam, precision="bf16-mixed", card=CARDS["h200"])
     assert sum(predicted.categories.values()) == predicted.peak
