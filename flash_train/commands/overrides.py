@@ -7,6 +7,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
+GATHERING = frozenset(("callbacks", "loggers"))
+"""Groups whose choices stand side by side, each under a name of its own, so that a list of them is one choice."""
+
 
 def nearest(name: str, valid: Iterable[str]) -> str:
     """The end of an error message: the valid names that look like `name`, or all of them if none does."""
@@ -60,7 +63,7 @@ def check_groups(overrides: Sequence[Override], groups: Mapping[str, Sequence[st
 
 def _check_choice(override: Override, choices: Sequence[str], *, sweep: bool) -> None:
     group, value = override.key_or_group, override.value()
-    if isinstance(value, list):
+    if isinstance(value, list) and group not in GATHERING:
         listed = ",".join(str(item) for item in value)
         raise ValueError(
             f"{group}={_spelled(override)} would merge these into one; compare them with flash-compare, or run one "
@@ -74,7 +77,7 @@ def _check_choice(override: Override, choices: Sequence[str], *, sweep: bool) ->
             raise ValueError(f"{group}={_spelled(override)} names several choices; add -m to run one after the other")
         names = [str(name) for name in override.sweep_iterator()] if override.is_discrete_sweep() else []
     else:
-        names = [str(value)]
+        names = [str(name) for name in (value if isinstance(value, list) else [value])]
     if "glob(" not in _spelled(override):
         for name in names:
             if name not in choices:

@@ -52,7 +52,16 @@ def print_breakdown(breakdown: Breakdown, console: Console | None = None, *, mos
     """Each phase's peak by category; by module, and the `most` largest tensors, at the highest; scores and SDPA."""
     console = console or get_console()
     unit = _Unit(breakdown)
-    for table in (_categories(breakdown, unit), _modules(breakdown, unit, most), _tensors(breakdown, unit, most)):
+    phase = breakdown.phase
+    for title, table in (
+        (
+            f"Step {breakdown.step} by category, {unit.name}: {_MEASURED[breakdown.source]}",
+            _categories(breakdown, unit),
+        ),
+        (f"By module at the peak, in the {phase}", _modules(breakdown, unit, most)),
+        ("Largest tensors there", _tensors(breakdown, unit, most)),
+    ):
+        console.print(title, markup=False, highlight=False, soft_wrap=True)
         table.width = console.measure(table, options=console.options.update(width=10_000)).maximum
         console.print(table, crop=False)
     for line in findings(breakdown):
@@ -60,8 +69,7 @@ def print_breakdown(breakdown: Breakdown, console: Console | None = None, *, mos
 
 
 def _categories(breakdown: Breakdown, unit: _Unit) -> Table:
-    title = f"Memory of step {breakdown.step} by category, {unit.name} ({_MEASURED[breakdown.source]})"
-    table = _table(title, "at the peak of", *breakdown.phases)
+    table = _table("at the peak of", *breakdown.phases)
     phases = breakdown.phases.values()
     for name in CATEGORIES:
         if any(phase.categories[name] for phase in phases):
@@ -74,7 +82,7 @@ def _categories(breakdown: Breakdown, unit: _Unit) -> Table:
 
 def _modules(breakdown: Breakdown, unit: _Unit, most: int) -> Table:
     modules = list(breakdown.peak.modules.items())
-    table = _table(f"By module at the peak, in the {breakdown.phase}", "module", unit.name)
+    table = _table("module", unit.name)
     for name, size in modules[:most]:
         table.add_row(escape(name), unit(size))
     if len(modules) > most:
@@ -83,7 +91,7 @@ def _modules(breakdown: Breakdown, unit: _Unit, most: int) -> Table:
 
 
 def _tensors(breakdown: Breakdown, unit: _Unit, most: int) -> Table:
-    table = _table("Largest tensors there", "tensor", unit.name)
+    table = _table("tensor", unit.name)
     for tensor in breakdown.peak.tensors[:most]:
         table.add_row(escape(_describe(tensor)), unit(tensor.size))
     return table
@@ -96,8 +104,8 @@ def _describe(tensor: TensorBytes) -> str:
     return f"{times}{list(tensor.shape)} {tensor.dtype}{by} in {tensor.module}, {tensor.category}"
 
 
-def _table(title: str, first: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+def _table(first: str, *columns: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column(first)
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
@@ -171,6 +179,7 @@ def _draw_phases(axes: Axes, breakdown: Breakdown, unit: _Unit) -> None:
     for x, phase in enumerate(phases):
         axes.annotate(unit(phase.measured), (x, max(phase.measured, phase.tracked) / unit.size), ha="center",
                       xytext=(0, 3), textcoords="offset points")  # fmt: skip
+    axes.set_ylim(0, 1.08 * max(max(phase.measured, phase.tracked) for phase in phases) / unit.size)
     axes.set_ylabel(unit.name)
     axes.set_title("by category, at each phase's peak")
     axes.grid(axis="x", visible=False)

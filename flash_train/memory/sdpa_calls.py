@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
@@ -51,12 +52,21 @@ class SdpaCalls(TorchFunctionMode):
             self._backend = "math"
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is not scaled_dot_product_attention:
-            return function(*args, **(kwargs or {}))
+        if function is scaled_dot_product_attention:
+            return self._watched(*args, **(kwargs or {}))
+        if function is functional.multi_head_attention_forward:  # in which no mode sees what it calls
+            setattr(functional, "scaled_dot_product_attention", self._watched)  # noqa: B010
+            try:
+                return function(*args, **(kwargs or {}))
+            finally:
+                setattr(functional, "scaled_dot_product_attention", scaled_dot_product_attention)  # noqa: B010
+        return function(*args, **(kwargs or {}))
+
+    def _watched(self, *args: Any, **kwargs: Any) -> Tensor:
         self._backend = None
-        result = function(*args, **(kwargs or {}))
+        result = scaled_dot_product_attention(*args, **kwargs)
         if self._backend is not None:
-            self._note(self._backend, args, kwargs or {})
+            self._note(self._backend, args, kwargs)
         return result
 
     def _note(self, backend: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -20,6 +20,7 @@ WRONG = {
     ("max_steps=3",): "there is no 'max_steps'; did you mean trainer.max_steps?",
     ("+model.colour=red",): "model takes no 'colour'",
     ("attention=[naive,flash]",): "flash-compare, or run one after the other with -m attention=naive,flash",
+    ("callbacks=[default,prob]",): "callbacks has no 'prob'; did you mean probe?",
     ("attention=naive,flash",): "add -m to run one after the other",
     ("-m", "attention=naive,flesh"): "attention has no 'flesh'",
     ("loggers=null",): "write loggers=none",

@@ -42,6 +42,15 @@ def test_a_run_leaves_its_configuration_and_what_it_measured(command: Command, t
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000002.ckpt"]
 
 
+def test_the_probe_is_one_more_callback_and_writes_into_the_run_folder(command: Command, tmp_path: Path) -> None:
+    answer = command(main, *SHORT, "callbacks=[default,probe]", "attention=naive", "data.sequence_length=37")
+    assert answer.code == 0, answer.err
+    assert "untracked" in answer.out and "Score matrices in model.blocks.0.attention" in answer.out
+    found = result(tmp_path / "run")["probe"]
+    assert found == json.loads((tmp_path / "run" / "memory_probe.json").read_text()) | {"phases": found["phases"]}
+    assert found["step"] == 1 and (tmp_path / "run" / "memory_probe.png").exists()
+
+
 def test_packed_documents_windows_and_every_attention_feature_are_a_matter_of_overrides(
     command: Command, tmp_path: Path
 ) -> None:

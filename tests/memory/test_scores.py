@@ -226,6 +226,16 @@ def test_math_sdpa_is_named_with_torchs_reason(attend: Any, reason: str) -> None
     assert reason in use.reason and "Triggered" not in use.reason
 
 
+def test_math_sdpa_inside_of_torchs_own_layer_is_named() -> None:
+    layer = nn.TransformerEncoderLayer(C, H, 2 * C, batch_first=True)
+    without_dropout = nn.TransformerEncoderLayer(C, H, 2 * C, dropout=0.0, batch_first=True)
+    uses = (*probed(layer).sdpa, *probed(without_dropout).sdpa)
+    assert [(use.module, use.backend) for use in uses] == [
+        ("self_attn", "math"),
+        ("self_attn", "flash"),
+    ]
+
+
 def test_fused_sdpa_is_named_and_needs_no_reason() -> None:
     (use,) = probed(Attention(F.scaled_dot_product_attention)).sdpa
     assert (use.backend, use.reason) == ("flash", "")
