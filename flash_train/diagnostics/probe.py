@@ -36,9 +36,9 @@ class StepProbe:
 
     def __init__(self, module: nn.Module, device: torch.device, meter: Meter | None, *, step: int) -> None:
         self._module, self._meter, self._step = module, meter, step
-        on_cuda = device.type == "cuda" and torch.version.cuda is not None
-        self._rounding = ROUNDING if on_cuda else 1
-        declared = inside(torch.cuda.get_device_capability(device)) if on_cuda else None
+        on_gpu = device.type == "cuda"
+        self._rounding = ROUNDING if on_gpu else 1
+        declared = inside(torch.cuda.get_device_capability(device)) if on_gpu and torch.version.cuda else None
         self._recorder = Recorder(module, device=device.type, inside=declared)
         self._compiled = is_compiled(module)
         self._open = contextlib.ExitStack()
@@ -224,7 +224,8 @@ class MemoryProbe(Monitor):
 
     The probed step is some times slower than others; on a CPU the one before it is slower too (the profiler's work),
     and `disturbs_timing` says so. All other steps run as without the probe. A compiled model runs uncompiled in the
-    probed step, and nothing of what was compiled is lost. Under manual optimization a batch is one phase, `step`.
+    probed step, which may take more memory than others, and nothing of what was compiled is lost. Under manual
+    optimization a batch is one phase, `step`.
 
     Args:
         step: which one, counted from 0 as this run begins; a shorter run probes its last. By default after
