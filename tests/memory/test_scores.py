@@ -96,6 +96,18 @@ class Contrastive(nn.Module):
         return self.softmax(y @ y.t()).diagonal()
 
 
+class Relations(nn.Module):
+    """Every example against every other again, read by a layer: its weight's gradient is a product of activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.reader = nn.Linear(C, C), nn.Linear(B, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x.mean(1))
+        return self.reader((y @ y.t()).softmax(-1))
+
+
 class Mixture(nn.Module):
     """A router's softmax, times the experts' outputs."""
 
@@ -166,6 +178,7 @@ NOT_FOUND: dict[str, Callable[[], nn.Module]] = {
     "tied head": TiedHead,
     "contrastive": lambda: Contrastive(lambda s: s.softmax(-1)),
     "contrastive by exp": lambda: Contrastive(lambda s: s.exp() / s.exp().sum(-1, keepdim=True)),
+    "relations read by a layer": Relations,
     "causal average": lambda: Attention(lambda q, k, v: torch.zeros(T, T).softmax(-1) @ v),
     "linear attention": lambda: Attention(lambda q, k, v: q.softmax(-1) @ (k.softmax(-2).mT @ v)),
 }
