@@ -1,4 +1,4 @@
-"""What the two monitors share: they never disturb training, and report once per log step, for all ranks."""
+"""What the monitors share: they never disturb training, and report once per log step, for all ranks."""
 
 import contextlib
 import functools

@@ -371,7 +371,8 @@ class MemoryProbe(Monitor):
         chart = write_files(self._folder, breakdown)[-1]
         for each in trainer.loggers:
             if hasattr(each, "log_image"):
-                each.log_image(key="memory/probe/chart", images=[str(chart)])  # pyright: ignore
+                image: Any = {"key": "memory/probe/chart", "images": [str(chart)], "step": breakdown.step}
+                each.log_image(**image)  # pyright: ignore[reportAttributeAccessIssue]
 
     # Numbers
 

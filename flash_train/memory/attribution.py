@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from flash_train.memory.live import Block, Inside, LiveBytes, Peak
-from flash_train.memory.scores import ScoreFinder, Scores
+from flash_train.memory.scores import ScoreFinder, Scores, in_backward
 from flash_train.memory.sdpa_calls import SdpaCalls
 
 LSE = torch.float32
@@ -155,6 +155,7 @@ class Recorder(LiveBytes):
         self._calls = SdpaCalls(self._stack.top)
         self._owners: dict[Block, str] = {}
         self._forward_ends: list[int] = []
+        self._nodes: dict[int, str] = {}  # module by the sequence number of autograd's node
         self.error: Exception | None = None
 
     def __enter__(self) -> "Recorder":
@@ -209,6 +210,10 @@ class Recorder(LiveBytes):
         results = super().__torch_dispatch__(operator, types, args, kwargs)
         if self.error is None and self._phase != "optimizer":
             try:
+                if not in_backward():
+                    # The last node made is this operator's, or, if it needs none, one that was noted already.
+                    made = torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
+                    self._nodes.setdefault(made - 1, self._stack.top())
                 self._calls.observe(operator)
                 self._scores.observe(operator, args, results)
             except Exception as error:
@@ -221,6 +226,13 @@ class Recorder(LiveBytes):
                 super()._notice(tensor, operator)
             except Exception as error:
                 self.error = error
+
+    def _block(self, *args: Any, **kwargs: Any) -> Block:
+        block = super()._block(*args, **kwargs)
+        node = torch._C._current_autograd_node() if block.operation and in_backward() else None
+        if node is not None:
+            block.module = self._nodes.get(node._sequence_nr(), "")
+        return block
 
     def _unless_failed(self, inside: Inside) -> Inside:
         def guarded(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], results: Any) -> int:

@@ -103,6 +103,32 @@ def test_parameters_gradients_and_state_belong_to_their_modules() -> None:
     assert (modules["0"], modules["2"]) == (3 * FP32 * 5 * 7, 3 * FP32 * 7)
 
 
+def test_what_the_backward_makes_belongs_to_the_module_whose_forward_it_undoes() -> None:
+    class Head(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input + torch.zeros(1))
+
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Tensor:
+            (x,) = ctx.saved_tensors
+            return torch.cat([2 * x * grads[0]] * 9)[: len(x)]  # large, so that here is the peak
+
+    class Custom(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return Square.apply(torch.tanh(x))
+
+    model = nn.Sequential(nn.Linear(5, 701), nn.GELU(), Custom(), Head(701, 1))
+    probed = probe_memory(model, torch.ones(37, 5), loss=lambda x: model(x).mean())
+    made = {tensor.operation: tensor.module for tensor in probed.phases["backward"].tensors}
+    assert (made["aten.cat.default"], made["aten.mm.default"]) == ("2", "3"), made
+
+
 def test_another_profiler_leaves_the_tracker_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
     model, loss = linear()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True):
