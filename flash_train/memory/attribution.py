@@ -54,7 +54,8 @@ class PhaseMemory:
     @property
     def untracked(self) -> int:
         """What the allocator counts and no tensor that was seen explains: library workspaces, what operators take
-        inside, tensors of others. Below 0 where a storage shrank without its tensor's death."""
+        inside, tensors of others. Below 0 where a storage shrank without its tensor's death, or where the measuring
+        missed a birth: under DDP the CPU's profiler misses gradients."""
         return self.measured - self.tracked
 
 
