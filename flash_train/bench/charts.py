@@ -12,16 +12,9 @@ from flash_train.bench.contestants import CONTESTANTS, OURS
 from flash_train.bench.measure import Entry
 from flash_train.bench.settings import Settings
 from flash_train.bench.traffic import Traffic
+from flash_train.chart_style import STYLE
 from flash_train.comparison.text import human_bytes
 
-_STYLE: dict[Any, Any] = {
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.color": "#E4E4E4",
-    "axes.axisbelow": True,
-    "legend.frameon": False,
-}
 # Okabe and Ito's palette, which stays apart for every kind of colour vision; the marker says it twice.
 _COLOURS = ("#009E73", "#0072B2", "#D55E00", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _MARKERS = "os^vDPX"
@@ -44,7 +37,7 @@ def draw(path: Path, entries: Sequence[Entry], settings: Settings, *, matmul: fl
     """TFLOP/s by problem, one panel a direction, the matrix product's rate as a line; ours are the filled points."""
     names = list(dict.fromkeys(str(entry.case) for entry in entries))
     timed = [entry for entry in entries if entry.status == "ok"]
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(
             figsize=(3.2 + 3.6 * len(settings.directions), 2.2 + 0.42 * len(names)), dpi=150, layout="constrained"
         )
@@ -72,7 +65,7 @@ def draw(path: Path, entries: Sequence[Entry], settings: Settings, *, matmul: fl
 
 def draw_traffic(path: Path, rows: Sequence[Traffic], directions: Sequence[str], *, setting: str) -> None:
     """Bytes by T, both on log axes, one panel a direction: points are counted, lines are formulas."""
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(1.6 + 4.2 * len(directions), 4.6), dpi=150, layout="constrained")
         figure.suptitle(f"Attention, bytes of GPU memory read and written by one call\n{setting}", x=0.01, ha="left",
                         fontsize=11)  # fmt: skip

@@ -11,23 +11,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
+from flash_train.chart_style import STYLE
 from flash_train.comparison.agreement import LOSS_LIMIT
 from flash_train.comparison.plan import REFERENCE, REORDERED
 from flash_train.comparison.results import Cell, Row
 from flash_train.comparison.text import human_bytes, human_count
 
-_STYLE: dict[Any, Any] = {
-    "font.size": 10.5,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.color": "#E4E4E4",
-    "axes.axisbelow": True,
-    "axes.titlesize": 11,
-    "axes.titlelocation": "left",
-    "legend.frameon": False,
-    "svg.hashsalt": "flash_train",
-}
 _GREY = "#555555"
 _DASHES = (0, (6, 3))
 
@@ -123,7 +112,7 @@ def loss_chart(
     rows: Sequence[Row], *, setting: str, lengths: Sequence[int], floors: Mapping[int, float | None]
 ) -> Figure:
     """The loss curves at each of the `lengths`, and below them how far each arm is from the reference."""
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(max(7.6, 4.2 * len(lengths)), 5.8), layout="constrained")
         figure.suptitle(f"Training loss, and its distance from {REFERENCE}\n{setting}", x=0.01, ha="left", fontsize=11)
         grid = figure.subplots(2, len(lengths), sharex="col", squeeze=False, gridspec_kw={"height_ratios": (3, 2)})
@@ -144,7 +133,7 @@ def loss_chart(
 
 def save_charts(folder: Path, charts: Mapping[str, Figure]) -> None:
     """Write each figure as `folder`/<name>.svg and .png."""
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         for name, figure in charts.items():
             figure.savefig(folder / f"{name}.png", dpi=160)
             # Without these entries equal figures are equal files, and an inlined one names no address.
@@ -180,7 +169,7 @@ def _draw_differences(axes: Axes, runs: Mapping[str, Row], floor: float | None) 
 
 @contextmanager
 def _figure(title: str) -> Iterator[tuple[Figure, Axes]]:
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(7.6, 5.0), layout="constrained")
         figure.suptitle(title, x=0.01, ha="left", fontsize=11)
         yield figure, figure.subplots()

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from flash_train.chart_style import STYLE
 from flash_train.memory.attribution import Breakdown, TensorBytes
 from flash_train.memory.live import CATEGORIES
 
@@ -20,17 +21,6 @@ _MEASURED = {
     "allocator": "the allocator's own peaks",
     "profiler": "peaks of the CPU allocator's events",
     "tracker": "the tracker's own count, measured by nobody else",
-}
-_STYLE: dict[Any, Any] = {
-    "font.size": 10.5,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.color": "#E4E4E4",
-    "axes.axisbelow": True,
-    "axes.titlesize": 11,
-    "axes.titlelocation": "left",
-    "legend.frameon": False,
 }
 # Okabe and Ito's palette, which stays apart for every kind of colour vision.
 _COLOURS = ("#0072B2", "#56B4E9", "#5D3A9B", "#D55E00", "#F0E442", "#CC79A7", "#E69F00")
@@ -155,7 +145,7 @@ def write_files(folder: Path, breakdown: Breakdown) -> list[Path]:
 def draw_breakdown(path: Path, breakdown: Breakdown) -> None:
     """Left: each phase's peak by category, what is untracked on top. Right: the highest peak by module."""
     unit = _Unit(breakdown)
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(12.4, 4.8), dpi=150, layout="constrained")
         title = f"What fills the memory of training step {breakdown.step} on {breakdown.device}"
         figure.suptitle(f"{title}: {_MEASURED[breakdown.source]}", x=0.01, ha="left", fontsize=11)

@@ -2,28 +2,17 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
+from flash_train.chart_style import STYLE
 from flash_train.comparison.text import human_bytes
 from flash_train.planning.plan import ArmPlan, ladder
 from flash_train.planning.settings import Settings
 
-_STYLE: dict[Any, Any] = {
-    "font.size": 10.5,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.color": "#E4E4E4",
-    "axes.axisbelow": True,
-    "axes.titlesize": 11,
-    "axes.titlelocation": "left",
-    "legend.frameon": False,
-}
 # Okabe and Ito's palette, which stays apart for every kind of colour vision; markers say it twice.
 _COLOURS = {"naive": "#D55E00", "sdpa": "#0072B2", "flash": "#009E73"}
 _MORE_COLOURS = ("#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8A8A8A", "#F0E442", "#5D3A9B")
@@ -37,7 +26,7 @@ def draw_plan(
     path: Path, plans: Sequence[ArmPlan], settings: Settings, *, setting: str, parts: Mapping[str, Mapping[str, int]]
 ) -> None:
     """Left: bytes by T on log axes, points predicted, lines between. Right: what they are for at each longest T."""
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(12.4, 5.2), dpi=150, layout="constrained")
         title = f"Predicted memory of a training step, by sequence length\n{setting}"
         figure.suptitle(title, x=0.01, ha="left", fontsize=11)
