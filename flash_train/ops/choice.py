@@ -130,7 +130,7 @@ def _hopper_obstacle(q: Tensor, v: Tensor, terms: "Terms | None") -> str | None:
 def _hopper_forward_pays(q: Tensor, v: Tensor) -> bool:
     """Whether the Hopper forward is the faster one; with small heads and few queries it is not.
 
-    On an NVIDIA H200 (torch 2.11.0+cu130, triton 3.6.0, 2026-11-30), causal, bf16, it takes 0.81 times as long as the
+    On an NVIDIA H200 (torch 2.11.0+cu130, triton 3.6.0, 2026-11-30), causal, bf16, it takes 0.84 times as long as the
     Triton kernel at B32 H16 T512 D128 and 0.95 at B8 H32 T2048 D64, but 1.24 at B32 H12 T1024 D64.
     """
     return max(q.shape[3], v.shape[3]) > 64 or q.shape[2] >= 2048

@@ -1,7 +1,7 @@
 """Launch choices of the Hopper kernels as data: tile width (the wider of D and E, padded) -> sizes.
 
 Timed on an NVIDIA H200 (torch 2.11.0+cu130, triton 3.6.0, 2026-11-30): the rows of 64 and 128 against other sizes in
-sketches of these kernels, the forward's row of 256 alone.
+sketches of these kernels, the rows of 256 alone.
 """
 
 from typing import NamedTuple
@@ -50,7 +50,7 @@ class Backward(NamedTuple):
 BACKWARD = {
     64: Backward(block_t=128, block_s=128, stages=2, registers=240, few_registers=24),
     128: Backward(block_t=64, block_s=128, stages=2, registers=240, few_registers=24),
-    256: Backward(block_t=64, block_s=64, stages=2, registers=240, few_registers=24),  # never timed
+    256: Backward(block_t=64, block_s=64, stages=2, registers=240, few_registers=24),
 }
 SHARED_BYTES = 227 * 1024
 """Of a program."""
