@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "diagnostics": {"diagnostics", "memory"},
     "memory": {"memory"},
     "planning": {"planning", "memory", "comparison"},
-    "comparison": {"comparison", "diagnostics", "training", "models", "modules", "ops"},
+    "comparison": {"comparison", "diagnostics", "memory", "training", "models", "modules", "ops"},
     "bench": {"bench", "comparison", "diagnostics", "ops"},
     "integrations": {"integrations", "ops"},
     "config": set(),

@@ -1,15 +1,6 @@
 """Numbers as people read them, and strings as Hydra does."""
 
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-
-
-def human_bytes(number: float, *, digits: int = 3) -> str:
-    """`number` bytes in the largest unit of which there is at least one: 1.21 GiB, or 1 GiB with `digits=0`."""
-    size, unit = float(number), 0
-    while size >= 1024 and unit < len(_UNITS) - 1:
-        size, unit = size / 1024, unit + 1
-    decimals = max(0, digits - len(str(int(size)))) if unit else 0
-    return f"{size:.{decimals}f} {_UNITS[unit]}"
+from flash_train.memory.sizes import human_bytes as human_bytes
 
 
 def human_count(number: float) -> str:

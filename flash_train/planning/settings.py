@@ -1,18 +1,12 @@
 """What a plan is asked for, checked before the first prediction."""
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from flash_train.comparison.plan import check_arms, check_lengths, check_positive
 from flash_train.memory.cards import CARDS, Card, card_of
-
-_UNITS = {"B": 1} | {
-    f"{prefix}{letter}B": base**power
-    for power, prefix in enumerate("KMGT", start=1)
-    for letter, base in (("", 1000), ("i", 1024))
-}
+from flash_train.memory.sizes import parse_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,13 +65,3 @@ def _card(name: Any, budget: Any) -> Card:
             f"{card.memory / 2**30:.1f}GiB; leave out one of the two"
         )
     return card if size is None else replace(card, memory=size)
-
-
-def parse_bytes(size: Any) -> int:
-    """Bytes of "24GiB", "80GB", "512MiB", or of a number of bytes from a million on. Raises ValueError for another."""
-    if isinstance(size, int) and not isinstance(size, bool) and size >= 10**6:  # 24 means 24GiB, and does not say so
-        return size
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B)\s*", size) if isinstance(size, str) else None
-    if match is None or match[2] not in _UNITS or float(match[1]) == 0:
-        raise ValueError(f"budget must be a size such as 24GiB, 80GB or a number of bytes, got {size!r}")
-    return int(float(match[1]) * _UNITS[match[2]])

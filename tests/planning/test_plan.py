@@ -12,9 +12,10 @@ from rich.console import Console
 from flash_train.memory.cards import CARDS, GIB, MIB
 from flash_train.memory.live import CATEGORIES, Block, Peak
 from flash_train.memory.predict import Prediction
+from flash_train.memory.sizes import parse_bytes
 from flash_train.planning.output import parts_of, print_plan, verdict, write_files
 from flash_train.planning.plan import ArmPlan, ladder
-from flash_train.planning.settings import Settings, parse_bytes, read_settings
+from flash_train.planning.settings import Settings, read_settings
 
 ASKED: dict[str, Any] = {
     "arms": ["naive", "flash"], "card": None, "budget": "24GiB", "rows": 2, "lengths": None, "length_step": 64,
