@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flash_train.diagnostics.memory import MemoryMonitor
+    from flash_train.diagnostics.peak import measured_peak
     from flash_train.diagnostics.probe import MemoryProbe, probe_memory
     from flash_train.diagnostics.speed import SpeedMonitor
     from flash_train.memory.predict import predict_peak
@@ -36,6 +37,7 @@ __all__ = [
     "flash_attention",
     "flash_attention_packed",
     "flash_attention_with_lse",
+    "measured_peak",
     "merge",
     "predict_peak",
     "probe_memory",
@@ -54,6 +56,7 @@ _MODULES = {
     "flash_attention": "ops.attention",
     "flash_attention_packed": "ops.attention",
     "flash_attention_with_lse": "ops.attention",
+    "measured_peak": "diagnostics.peak",
     "merge": "ops.partials",
     "predict_peak": "memory.predict",
     "probe_memory": "diagnostics.probe",
