@@ -14,8 +14,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from flash_train.chart_style import STYLE
-from flash_train.memory.attribution import Breakdown, TensorBytes
+from flash_train.memory.attribution import Breakdown
 from flash_train.memory.live import CATEGORIES
+from flash_train.memory.trace import TensorBytes
 
 _MEASURED = {
     "allocator": "the allocator's own peaks",

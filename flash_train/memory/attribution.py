@@ -1,62 +1,18 @@
 """What filled the memory of one step that really ran: by category, by module, by tensor, and what scores took of it."""
 
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from flash_train.memory.live import Block, Inside, LiveBytes, Peak
+from flash_train.memory.live import Block, Inside, LiveBytes
+from flash_train.memory.logits import LogitFinder
 from flash_train.memory.scores import ScoreFinder, Scores, in_backward
 from flash_train.memory.sdpa_calls import SdpaCalls
-
-LSE = torch.float32
-"""What flash attention keeps for each row of scores: one number of this type."""
-
-
-@dataclass(frozen=True)
-class TensorBytes:
-    """Blocks alike, alive at a peak."""
-
-    size: int
-    """Bytes of them together."""
-    count: int
-    shape: tuple[int, ...]
-    dtype: str
-    operation: str
-    """The operator that made them, as aten.bmm.default; "" for what was there before the step."""
-    module: str
-    category: str
-    phase: str
-    """In which they were made."""
-
-
-@dataclass(frozen=True)
-class PhaseMemory:
-    """The moment of a phase with the most live bytes. All sizes in bytes, each block rounded as the allocator does."""
-
-    measured: int
-    """The allocator's own peak of the phase; where nothing measured one (see `Breakdown.source`), what was tracked."""
-    categories: dict[str, int]
-    """`live.CATEGORIES`; together they are `tracked`."""
-    modules: dict[str, int]
-    """The same bytes by module, largest first; in parentheses what belongs to none, by the phase that made it."""
-    tensors: tuple[TensorBytes, ...]
-    """The same bytes once more, alike blocks as one, largest first."""
-
-    @property
-    def tracked(self) -> int:
-        return sum(self.categories.values())
-
-    @property
-    def untracked(self) -> int:
-        """What the allocator counts and no tensor that was seen explains: library workspaces, what operators take
-        inside, tensors of others. Below 0 where a storage shrank without its tensor's death, or where the measuring
-        missed a birth: under DDP the CPU's profiler misses gradients."""
-        return self.measured - self.tracked
+from flash_train.memory.trace import LSE, PhaseMemory, Saving, Trace, dtype_name
 
 
 @dataclass(frozen=True)
@@ -76,16 +32,17 @@ class ScoreMatrices:
 
 
 @dataclass(frozen=True)
-class FlashSaving:
-    """What flash attention would take off, by the recorded step with the score matrices left out and the log-sum-exps
-    put in. Its kernels' own workspaces are not counted."""
+class LossLogits:
+    """The logits of one layer that a cross-entropy was taken of: with copies, log-probabilities and gradients."""
 
+    module: str
+    shape: tuple[int, ...]
+    """As log_softmax took them."""
+    dtype: str
     saved: int
-    """Bytes between forward and backward."""
-    peak: int
-    """Bytes of the step's peak."""
-    phases: dict[str, int]
-    """Bytes of each phase's peak."""
+    """Bytes that the forward left for the backward, at most."""
+    most: int
+    """Bytes alive at once, at most."""
 
 
 @dataclass(frozen=True)
@@ -110,16 +67,23 @@ class Breakdown:
     device: str
     source: str
     """Who measured: "allocator" (a GPU's own mark), "profiler" (a CPU allocator's events), "tracker" (nobody but the
-    tracker, so that nothing can be untracked)."""
+    tracker, so that nothing can be untracked), "prediction" (the step was taken on fake tensors)."""
     phases: dict[str, PhaseMemory]
     """forward, backward and optimizer; under manual optimization, step."""
     score_matrices: tuple[ScoreMatrices, ...]
-    flash_saves: FlashSaving | None
+    flash_saves: Saving | None
     """None without score matrices."""
+    logits: tuple[LossLogits, ...]
+    chunked_loss_saves: Saving | None
+    """What a cross-entropy would that makes the logits of 2,048 rows at a time; None without logits."""
+    both_save: Saving | None
+    """Flash attention and a chunked loss together; None unless there is something for both."""
     sdpa: tuple[SdpaUse, ...]
     compiled: bool
     """Whether the model, or a part, is compiled: the probed step then ran uncompiled, and these are its figures."""
     notes: tuple[str, ...] = ()
+    trace: Trace | None = field(default=None, repr=False, compare=False)
+    """The step itself, which can be asked more; it is in no file."""
 
     @property
     def phase(self) -> str:
@@ -133,7 +97,8 @@ class Breakdown:
 
     def to_json(self, *, tensors: int = 50) -> dict[str, Any]:
         """Everything, in lists, dictionaries, numbers and strings; of the tensors, the largest of each phase."""
-        document = {"peak_phase": self.phase, "peak_bytes": self.peak.measured, **asdict(self)}
+        document = {"peak_phase": self.phase, "peak_bytes": self.peak.measured, **asdict(replace(self, trace=None))}
+        del document["trace"]
         for name, phase in self.phases.items():
             document["phases"][name] |= {"tracked": phase.tracked, "untracked": phase.untracked}
             document["phases"][name]["tensors"] = document["phases"][name]["tensors"][:tensors]
@@ -146,14 +111,15 @@ class Recorder(LiveBytes):
     Whatever fails in the bookkeeping ends it, and the operators run on: `error` tells.
     """
 
-    def __init__(self, module: nn.Module, *, device: str, inside: Inside | None = None) -> None:
+    def __init__(self, module: nn.Module, *, device: str, inside: Inside | None = None, sdpa: bool = True) -> None:
         super().__init__(module, device=device, inside=None if inside is None else self._unless_failed(inside))
-        self._module = module
         # torch.compile's wrapper is no module of the user's.
         names = {part: name.replace("_orig_mod.", "") for name, part in module.named_modules()}
         self._stack.names = {part: name for part, name in names.items() if name != "_orig_mod"}
         self._scores = ScoreFinder(self._find)
+        self._logits = LogitFinder(self._find, self._scores.is_weight)
         self._calls = SdpaCalls(self._stack.top)
+        self._watches_sdpa = sdpa
         self._owners: dict[Block, str] = {}
         self._forward_ends: list[int] = []
         self._nodes: dict[int, str] = {}  # module by the sequence number of autograd's node
@@ -161,21 +127,21 @@ class Recorder(LiveBytes):
 
     def __enter__(self) -> "Recorder":
         super().__enter__()
-        self._calls.__enter__()
+        if self._watches_sdpa:
+            self._calls.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._calls.__exit__(*error)
+        if self._watches_sdpa:
+            self._calls.__exit__(*error)
         super().__exit__(*error)
         # From here on the death of a storage is nobody's business.
         self._alive.clear()
 
     def hold_training(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Parameters, gradients and the optimizers' state, each with the module that it belongs to."""
-        self.hold("parameters", self._module)
-        self.hold_gradients()
-        for optimizer in optimizers:
-            self.hold("optimizer state", optimizer)
+        """As before, and each with the module that it belongs to."""
+        optimizers = list(optimizers)
+        super().hold_training(optimizers)
         owner: dict[Any, str] = {
             parameter: name for name, part in self._parts() for parameter in part.parameters(recurse=False)
         }
@@ -186,11 +152,9 @@ class Recorder(LiveBytes):
                 self._own(owner.get(parameter, ""), [x for x in state.values() if isinstance(x, torch.Tensor)])
 
     def hold_gradients(self) -> None:
-        """Whatever the parameters' `grad` are now."""
+        super().hold_gradients()
         for name, part in self._parts():
-            gradients = [p.grad for p in part.parameters(recurse=False) if p.grad is not None]
-            self.hold("gradients", gradients)
-            self._own(name, gradients)
+            self._own(name, [p.grad for p in part.parameters(recurse=False) if p.grad is not None])
 
     def hold_activations(self) -> None:
         super().hold_activations()
@@ -217,6 +181,7 @@ class Recorder(LiveBytes):
                     self._nodes.setdefault(made - 1, self._stack.top())
                 self._calls.observe(operator)
                 self._scores.observe(operator, args, results)
+                self._logits.observe(operator, args, results)
             except Exception as error:
                 self.error = error
         return results
@@ -252,89 +217,48 @@ class Recorder(LiveBytes):
         notes: tuple[str, ...] = (),
     ) -> Breakdown:  # fmt: skip
         """`measured`: bytes by phase, as far as there are any."""
+        trace = Trace(self._events, owners=self._owners, scores=self._scores.found, logits=self._logits.found,
+                      ends=self._forward_ends, rounded_to=rounded_to)  # fmt: skip
         peaks = {phase: peak for phase, peak in self.peaks(rounded_to=rounded_to).items() if phase}
-        phases = {
-            phase: self._phase_memory(peak, measured.get(phase), rounded_to) for phase, peak in peaks.items()
-        }  # fmt: skip
-        groups = self._scores.found
+        scores, logits = trace.scores, trace.logits
         return Breakdown(
             step=step,
             device=self._device,
             source=source,
-            phases=phases,
-            score_matrices=tuple(self._score_matrices(groups, rounded_to)),
-            flash_saves=self._flash_saving(groups, peaks, rounded_to) if groups else None,
+            phases={phase: trace.memory(peak, measured.get(phase)) for phase, peak in peaks.items()},
+            score_matrices=tuple(_score_matrices(trace)),
+            flash_saves=trace.saving(flash=True) if scores else None,
+            logits=tuple(_loss_logits(trace)),
+            chunked_loss_saves=trace.saving(chunked=True) if logits else None,
+            both_save=trace.saving(flash=True, chunked=True) if scores and logits else None,
             sdpa=tuple(
-                SdpaUse(call.module, call.backend, call.calls, call.shape, _name(call.dtype), call.reason)
+                SdpaUse(call.module, call.backend, call.calls, call.shape, dtype_name(call.dtype), call.reason)
                 for call in self._calls.found
             ),
             compiled=compiled,
             notes=notes,
+            trace=trace,
         )
 
-    def _phase_memory(self, peak: Peak, measured: int | None, rounded_to: int) -> PhaseMemory:
-        modules: Counter[str] = Counter()
-        alike: Counter[tuple[Any, ...]] = Counter()
-        for block in peak.blocks:
-            size = _round(block.size, rounded_to)
-            module = self._module_of(block)
-            modules[module] += size
-            key = (size, block.shape, _name(block.dtype), block.operation, module, block.category, block.phase)
-            alike[key] += 1
-        tensors = sorted((TensorBytes(size * count, count, *rest) for (size, *rest), count in alike.items()),
-                         key=lambda tensor: -tensor.size)  # fmt: skip
-        return PhaseMemory(
-            peak.size if measured is None else measured, dict(peak.categories), dict(modules.most_common()),
-            tuple(tensors),
-        )  # fmt: skip
 
-    def _module_of(self, block: Block) -> str:
-        if block.category == "inputs":
-            return "(inputs)"
-        name = self._owners.get(block, block.module)
-        return name or f"({block.phase or 'before the step'})"
+def _score_matrices(trace: Trace) -> Iterable[ScoreMatrices]:
+    by_module: dict[str, list[Scores]] = {}
+    for group in trace.scores:
+        by_module.setdefault(group.module, []).append(group)
+    for module, own in by_module.items():
+        blocks = {block for group in own for block in group.blocks}
+        rows = {block: number for group in own for block, number in group.rows.items()}
+        saved, most = trace.alive_of(lambda block, own=blocks: block.size if block in own else 0)
+        keeps, _ = trace.alive_of(lambda block, rows=rows: rows.get(block, 0) * LSE.itemsize)
+        first = next(iter(rows))
+        yield ScoreMatrices(module, first.shape, dtype_name(first.dtype), saved, most, keeps)
 
-    def _score_matrices(self, groups: list[Scores], rounded_to: int) -> Iterable[ScoreMatrices]:
-        by_module: dict[str, list[Scores]] = {}
-        for group in groups:
-            by_module.setdefault(group.module, []).append(group)
-        for module, own in by_module.items():
-            blocks = {block for group in own for block in group.blocks}
-            rows = {block: number for group in own for block, number in group.rows.items()}
-            saved, most = self._alive_of(lambda block, own=blocks: block.size if block in own else 0, rounded_to)
-            keeps, _ = self._alive_of(lambda block, rows=rows: rows.get(block, 0) * LSE.itemsize, rounded_to)
-            first = next(iter(rows))
-            yield ScoreMatrices(module, first.shape, _name(first.dtype), saved, most, keeps)
 
-    def _flash_saving(self, groups: list[Scores], peaks: Mapping[str, Peak], rounded_to: int) -> FlashSaving:
-        blocks = {block for group in groups for block in group.blocks}
-        rows = {block: number for group in groups for block, number in group.rows.items()}
-
-        def size(block: Block) -> int:
-            return rows.get(block, 0) * LSE.itemsize if block in blocks else block.size
-
-        def change(block: Block) -> int:
-            return _round(block.size, rounded_to) - _round(size(block), rounded_to)
-
-        after, total = dict.fromkeys(peaks, 0), 0
-        for phase, block, born in self._events:
-            total += _round(size(block), rounded_to) * (1 if born else -1)
-            if phase in after:
-                after[phase] = max(after[phase], total)
-        saved, _ = self._alive_of(change)
-        phases = {phase: peaks[phase].size - after[phase] for phase in peaks}
-        peak = max(peak.size for peak in peaks.values()) - max(after.values())
-        return FlashSaving(saved, peak, phases)
-
-    def _alive_of(self, size: Callable[[Block], int], rounded_to: int = 1) -> tuple[int, int]:
-        """Bytes alive of what `size` counts: at the most at the ends of forwards, and at the most at all."""
-        ends, saved, most, total = set(self._forward_ends), 0, 0, 0
-        for index, (_, block, born) in enumerate(self._events):
-            if index in ends:
-                saved = max(saved, total)
-            total += _round(size(block), rounded_to) * (1 if born else -1)
-            most = max(most, total)
-        return (max(saved, total) if len(self._events) in ends else saved), most
+def _loss_logits(trace: Trace) -> Iterable[LossLogits]:
+    for group in trace.logits:
+        saved, most = trace.alive_of(lambda block, own=group.blocks: block.size if block in own else 0)
+        first = group.first[False]
+        yield LossLogits(trace.module_of(first), group.shape, dtype_name(first.dtype), saved, most)
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -343,14 +267,6 @@ def is_compiled(module: nn.Module) -> bool:
     return dynamo is not None and any(
         isinstance(part, dynamo.OptimizedModule) or part._compiled_call_impl is not None for part in module.modules()
     )
-
-
-def _round(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _plain(tree: Any) -> Any:

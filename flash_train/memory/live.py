@@ -46,6 +46,10 @@ class Block:
     category: str = "temporaries"
 
 
+Event = tuple[str, Block, bool]
+"""(phase, block, whether it was born or died)."""
+
+
 @dataclass(frozen=True)
 class Peak:
     """The moment of a phase with the most live bytes, each block rounded up as the allocator does."""
@@ -84,12 +88,13 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self, module: nn.Module, *, device: str = "cpu", inside: Inside | None = None) -> None:
         super().__init__()
+        self._module = module
         self._device = device
         self._inside = inside
         self._stack = _Stack({part: name for name, part in module.named_modules()})
         self._phase = ""
         self._alive: dict[int, tuple[weakref.ref[Any], Block]] = {}
-        self._events: list[tuple[str, Block, bool]] = []
+        self._events: list[Event] = []
         self._phases: list[str] = []
 
     def __enter__(self) -> "LiveBytes":
@@ -120,6 +125,17 @@ class LiveBytes(TorchDispatchMode):
             if block is not None:
                 block.category = category
 
+    def hold_training(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Parameters, gradients and the optimizers' state."""
+        self.hold("parameters", self._module)
+        self.hold_gradients()
+        for optimizer in optimizers:
+            self.hold("optimizer state", optimizer)
+
+    def hold_gradients(self) -> None:
+        """Whatever the parameters' `grad` are now."""
+        self.hold("gradients", [p.grad for p in self._module.parameters() if p.grad is not None])
+
     def hold_activations(self) -> None:
         """At the end of a forward: whatever it made that is still alive."""
         for _, block in self._alive.values():
@@ -130,7 +146,7 @@ class LiveBytes(TorchDispatchMode):
         """Each phase's peak, in the order in which they were first entered; sizes rounded up to multiples."""
         highest, at, total = dict.fromkeys(self._phases, -1), dict.fromkeys(self._phases, 0), 0
         for index, (phase, block, born) in enumerate(self._events):
-            size = _round(block.size, rounded_to)
+            size = round_up(block.size, rounded_to)
             total += size if born else -size
             if phase and total > highest[phase]:
                 highest[phase], at[phase] = total, index
@@ -146,7 +162,7 @@ class LiveBytes(TorchDispatchMode):
         alive.pop(_NOTHING, None)
         categories = {name: 0 for name in CATEGORIES}
         for block in alive:
-            categories[block.category] += _round(block.size, rounded_to)
+            categories[block.category] += round_up(block.size, rounded_to)
         blocks = tuple(sorted(alive, key=lambda block: -block.size))
         return Peak(sum(categories.values()), categories, blocks)
 
@@ -223,5 +239,6 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
         yield from _tensors(list(vars(tree).values()))
 
 
-def _round(size: int, multiple: int) -> int:
+def round_up(size: int, multiple: int) -> int:
+    """To a multiple of `multiple`."""
     return -(-size // multiple) * multiple

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from flash_train.memory.attribution import Breakdown, Recorder
 from flash_train.memory.cards import GIB, ROUNDING, Card, card_of
 from flash_train.memory.cuda_rules import cuda_rules, inside
 from flash_train.memory.live import Block, LiveBytes, Peak
@@ -59,7 +60,12 @@ class Prediction:
 
 
 class Predictor:
-    """`predict_peak` for many batches of one module, which is copied once; its arguments, but for the batch."""
+    """`predict_peak` for many batches of one module, which is copied once; its arguments, but for the batch.
+
+    Args:
+        change: what to do with the copy before anything else.
+        fused: let the optimizer take its step in one kernel.
+    """
 
     def __init__(
         self,
@@ -71,6 +77,8 @@ class Predictor:
         gradient_clip: float | None = None,
         device: str = "cuda",
         card: Card | None = None,
+        change: Callable[[nn.Module], Any] | None = None,
+        fused: bool = False,
     ) -> None:
         if device not in ("cuda", "cpu"):
             raise ValueError(f"device must be cuda or cpu, got {device!r}: the rules of other devices are not known")
@@ -83,6 +91,8 @@ class Predictor:
                 accumulate=accumulate,
                 gradient_clip=gradient_clip,
                 multi_tensor=device == "cuda",
+                change=change,
+                fused=fused,
             )
 
     def __call__(self, batch: Any) -> Prediction:
@@ -94,6 +104,19 @@ class Predictor:
         if card is None:
             return Prediction(counted.peaks(), requested, cublas=0, context=0)
         return Prediction(counted.peaks(rounded_to=ROUNDING), requested, cublas=card.cublas, context=card.context)
+
+    def breakdown(self, batch: Any, *, validation: bool = False) -> Breakdown:
+        """The same step, or a `validation_step`, by module, by tensor, and what scores and logits take of it; nobody
+        measures, but what cuBLAS takes is `untracked`."""
+        card = self._card
+        live = partial(Recorder, device="cpu", inside=inside(card.capability) if card else None, sdpa=False)
+        with self._rules():
+            recorder = self._step.validate(batch, live) if validation else self._step.take(batch, live)
+        if recorder.error is not None:
+            raise recorder.error
+        rounding, cublas = (ROUNDING, card.cublas) if card else (1, 0)
+        peaks = {phase: peak.size + cublas for phase, peak in recorder.peaks(rounded_to=rounding).items()}
+        return recorder.breakdown(peaks, step=0, source="prediction", rounded_to=rounding)
 
     def _rules(self) -> Any:
         return cuda_rules(self._card.capability) if self._card else nullcontext()

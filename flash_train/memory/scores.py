@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flash_train.memory.live import Block
 
-_PRODUCTS = {"mm": (0, 1), "bmm": (0, 1), "baddbmm": (1, 2), "addmm": (1, 2), "addbmm": (1, 2), "linear": (0, 1)}
+PRODUCTS = {"mm": (0, 1), "bmm": (0, 1), "baddbmm": (1, 2), "addmm": (1, 2), "addbmm": (1, 2), "linear": (0, 1)}
 """Where an operator's two factors stand."""
 _SOFTMAXES = frozenset(("_softmax", "_safe_softmax", "exp", "exp_"))
 """With exp for a softmax by hand."""
@@ -64,15 +64,15 @@ class ScoreFinder:
 
     def observe(self, operator: Any, args: tuple[Any, ...], results: Any) -> None:
         """`operator`, a torch.ops overload, has run."""
-        inputs = [self._find(x) for x in _flat(args)]
-        outputs = [block for x in _flat((results,)) if (block := self._find(x)) is not None]
-        if inputs and all(block is not None and self._is_weight(block) for block in inputs):
+        inputs = [self._find(x) for x in flat(args)]
+        outputs = [block for x in flat((results,)) if (block := self._find(x)) is not None]
+        if inputs and all(block is not None and self.is_weight(block) for block in inputs):
             self._weights.update(block for block in outputs if block.category != "parameters")
             return
         name = operator._schema.name.removeprefix("aten::")
-        if name in _PRODUCTS:
-            self._product(*(self._find(args[at]) for at in _PRODUCTS[name]), outputs=outputs)
-        elif name in _SOFTMAXES or name in _ELEMENTWISE or torch.Tag.pointwise in operator.tags:
+        if name in PRODUCTS:
+            self._product(*(self._find(args[at]) for at in PRODUCTS[name]), outputs=outputs)
+        elif name in _SOFTMAXES or is_elementwise(operator):
             known = [block for block in inputs if block in self._groups]
             if known:
                 self._follow(name, known, outputs)
@@ -80,7 +80,7 @@ class ScoreFinder:
                     self._softmax(args, outputs)
 
     def _product(self, a: Block | None, b: Block | None, *, outputs: list[Block]) -> None:
-        if any(block is not None and self._is_weight(block) for block in (a, b)):
+        if any(block is not None and self.is_weight(block) for block in (a, b)):
             return
         for block in (a, b):
             if block is None or self._roles.get(block) != "probabilities":
@@ -124,7 +124,8 @@ class ScoreFinder:
             self._groups.update(dict.fromkeys(other.blocks, first))
         return first
 
-    def _is_weight(self, block: Block) -> bool:
+    def is_weight(self, block: Block) -> bool:
+        """A parameter, or made of parameters alone."""
         return block.category == "parameters" or block in self._weights
 
 
@@ -133,9 +134,15 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
 
 
-def _flat(args: Iterable[Any]) -> Iterable[Tensor]:
+def is_elementwise(operator: Any) -> bool:
+    """Whether `operator`, a torch.ops overload, keeps each element in its place."""
+    return operator._schema.name.removeprefix("aten::") in _ELEMENTWISE or torch.Tag.pointwise in operator.tags
+
+
+def flat(args: Iterable[Any]) -> Iterable[Tensor]:
+    """The tensors in an operator's arguments."""
     for item in args:
         if isinstance(item, Tensor):
             yield item
         elif isinstance(item, tuple | list):
-            yield from _flat(item)
+            yield from flat(item)

@@ -7,7 +7,7 @@ import inspect
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ PRECISIONS: dict[str, tuple[torch.dtype | None, torch.dtype | None]] = {
 """Lightning's names: (what weights and batch become, what autocast takes)."""
 
 OptimizerMaker = Callable[[nn.Module], Optimizer]
+Live = TypeVar("Live", bound=LiveBytes)
 
 
 class FakeStep:
@@ -44,11 +45,13 @@ class FakeStep:
         optimizer: makes the optimizer from a module; None: the module's `configure_optimizers`.
         precision: one of `PRECISIONS`.
         multi_tensor: as on a GPU, an optimizer that was told nothing updates all parameters by one operator.
+        change: what to do with the copy before anything else.
+        fused: let the optimizer take its step in one kernel.
 
     Raises:
         TypeError: `module` is no nn.Module.
         ValueError: it has no `training_step` or optimizes by hand, there is no optimizer or more than one, an unknown
-            precision, an `accumulate` below 1, or a clip that is not positive.
+            precision, an `accumulate` below 1, a clip that is not positive, or `fused` for an optimizer without it.
     """
 
     def __init__(
@@ -60,6 +63,8 @@ class FakeStep:
         accumulate: int = 1,
         gradient_clip: float | None = None,
         multi_tensor: bool = False,
+        change: Callable[[nn.Module], Any] | None = None,
+        fused: bool = False,
     ) -> None:
         _check(module, precision=precision, accumulate=accumulate, gradient_clip=gradient_clip)
         self._true_dtype, self._autocast_dtype = PRECISIONS[precision]
@@ -70,12 +75,14 @@ class FakeStep:
         with _quiet():
             with self._mode:
                 self.module: Any = self._copy(module)
+                if change is not None:
+                    change(self.module)
             self._attach_trainer()
             with self._mode, OnCpu(), _valueless("the optimizer"):
                 self.optimizer = _only(optimizer(self.module) if optimizer else _configured(self.module))
-                self._warm_up(multi_tensor=multi_tensor)
+                self._warm_up(multi_tensor=multi_tensor, fused=fused)
 
-    def take(self, batch: Any, live: Callable[[nn.Module], LiveBytes]) -> LiveBytes:
+    def take(self, batch: Any, live: Callable[[nn.Module], Live]) -> Live:
         """One step on `batch`, real or fake, in the phases "forward", "backward" and "optimizer" of what `live` makes.
 
         Raises ValueError if the step asks for the values of tensors, or gives no loss.
@@ -91,10 +98,31 @@ class FakeStep:
                 counted = self._run(batch, live(self.module))
         return counted
 
-    def _run(self, batch: Any, live: LiveBytes) -> LiveBytes:
-        live.hold("parameters", self.module)
-        live.hold("gradients", self._gradients())
-        live.hold("optimizer state", self.optimizer)
+    def validate(self, batch: Any, live: Callable[[nn.Module], Live]) -> Live:
+        """A `validation_step` on `batch` between two steps of training, in one phase, "validation".
+
+        Raises ValueError if there is no such method, or it asks for the values of tensors.
+        """
+        step = getattr(self.module, "validation_step", None)
+        if not callable(step):
+            raise ValueError(f"{type(self.module).__name__} has no validation_step: there is nothing to validate")
+        with self._mode, OnCpu(), _quiet(), torch.no_grad():
+            batch = tree_map_only(Tensor, self._fake_input, batch)
+            counted = live(self.module)
+            counted.hold_training([self.optimizer])
+            counted.hold("inputs", batch)
+            self.module.eval()
+            try:
+                with counted, self._precision(), _valueless("validation_step"):
+                    counted.enter("validation")
+                    answer = step(batch, 0) if len(inspect.signature(step).parameters) > 1 else step(batch)
+                    del answer
+            finally:
+                self.module.train()
+        return counted
+
+    def _run(self, batch: Any, live: Live) -> Live:
+        live.hold_training([self.optimizer])
         live.hold("inputs", batch)
         with live:
             live.enter("forward")
@@ -104,13 +132,10 @@ class FakeStep:
                 self.optimizer.zero_grad()
             live.enter("backward")
             loss.backward()
-            live.hold("gradients", self._gradients())
+            live.hold_gradients()
             live.enter("optimizer")
             self._update()
         return live
-
-    def _gradients(self) -> list[Tensor]:
-        return [p.grad for p in self.module.parameters() if p.grad is not None]
 
     def _loss(self, batch: Any) -> Tensor:
         step = self.module.training_step
@@ -179,8 +204,10 @@ class FakeStep:
                 accelerator="cpu", barebones=True, accumulate_grad_batches=self._accumulate, max_steps=1
             )
 
-    def _warm_up(self, *, multi_tensor: bool) -> None:
+    def _warm_up(self, *, multi_tensor: bool, fused: bool) -> None:
         """Gradients and optimizer state as a step before would have left them."""
+        if fused:
+            _fuse(self.optimizer)
         for group in self.optimizer.param_groups:
             if "capturable" in group:
                 group["capturable"] = False  # it asks for a GPU, and takes no more memory there
@@ -243,6 +270,13 @@ def _only(configured: Any) -> Optimizer:
             f"there must be one optimizer, got {found!r}: return one from configure_optimizers, or give optimizer="
         )
     return found
+
+
+def _fuse(optimizer: Optimizer) -> None:
+    if any("fused" not in group for group in optimizer.param_groups):
+        raise ValueError(f"fused must be left out for {type(optimizer).__name__}, which has no fused step")
+    for group in optimizer.param_groups:
+        group |= {"fused": True, "foreach": False}
 
 
 def _lightning_package(module: nn.Module) -> str | None:
