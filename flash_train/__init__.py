@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         flash_attention_packed,
         flash_attention_with_lse,
     )
+    from flash_train.ops.cross_entropy import chunked_cross_entropy
     from flash_train.ops.features import Documents, Mask, Score
     from flash_train.ops.partials import merge
 
@@ -34,6 +35,7 @@ __all__ = [
     "SelfAttention",
     "SpeedMonitor",
     "choose_implementation",
+    "chunked_cross_entropy",
     "flash_attention",
     "flash_attention_packed",
     "flash_attention_with_lse",
@@ -53,6 +55,7 @@ _MODULES = {
     "SelfAttention": "modules.attention",
     "SpeedMonitor": "diagnostics.speed",
     "choose_implementation": "ops.attention",
+    "chunked_cross_entropy": "ops.cross_entropy",
     "flash_attention": "ops.attention",
     "flash_attention_packed": "ops.attention",
     "flash_attention_with_lse": "ops.attention",

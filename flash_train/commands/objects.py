@@ -77,6 +77,7 @@ def build_module(
         optimizer=build(config["optimizer"], key="optimizer"),
         schedule=build(config["schedule"], key="schedule"),
         gradient_clip=config["gradient_clip"],
+        loss_chunk_rows=config["loss"]["chunk_rows"],
         compile=config["compile"]["enabled"],
         compile_mode=config["compile"]["mode"],
         bytes_per_token=data.bytes_per_token,

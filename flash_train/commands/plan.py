@@ -122,6 +122,8 @@ def describe_setting(config: dict[str, Any], settings: "Settings") -> str:
     parts = [config["name"], config["precision"]["lightning"], "eager"]
     if config["checkpointing"]["granularity"] != "none":
         parts.append("checkpointed blocks")
+    if config["loss"]["chunk_rows"]:
+        parts.append(f"loss in chunks of {config['loss']['chunk_rows']:,} rows")
     if config["batch_tokens"]:
         parts.append(f"{config['batch_tokens']:,} tokens a step")
     capability = ".".join(map(str, settings.card.capability))

@@ -29,7 +29,7 @@ from flash_train.training.resume import CheckpointHeader, find_checkpoint, load_
 
 # What a model may be resumed with another value of: it acts in training, and what is learned stays what it was.
 _FREE_ON_RESUME = {"dropout", "attention_dropout"}
-_LESS_MEMORY = "attention=flash, checkpointing=block or a smaller data.batch_size needs less"
+_LESS_MEMORY = "attention=flash, loss=chunked, checkpointing=block or a smaller data.batch_size needs less"
 
 
 @dataclass(frozen=True)

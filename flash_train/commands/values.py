@@ -14,6 +14,7 @@ _TOP: dict[str, Any] = {"seed": int, "validate_every": int, "gradient_clip": flo
 _GROUPS: dict[str, dict[str, Any]] = {
     "attention": {"implementation": str},
     "checkpointing": {"granularity": str},
+    "loss": {"chunk_rows": int | None},
     "compile": {
         "enabled": bool,
         "mode": Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"],

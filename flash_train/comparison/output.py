@@ -64,6 +64,8 @@ def describe_setting(comparison: Comparison, children: Children) -> str:
     rows, tokens = config["data"]["batch_size"], settings.micro_batch_tokens
     batch = f"{tokens:,} tokens" if tokens else f"{rows} {'row' if rows == 1 else 'rows'}"
     parts = [config["name"], *size, config["precision"]["lightning"], f"{batch} a micro-batch"]
+    if chunk_rows := config["loss"]["chunk_rows"]:
+        parts.append(f"loss in chunks of {chunk_rows:,} rows")
     return f"{', '.join(parts)}; {_device(comparison)}"
 
 

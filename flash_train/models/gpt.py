@@ -1,6 +1,6 @@
 """A GPT: GPT-2 or a Llama-like model, by its arguments."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -120,12 +120,22 @@ class GPT(nn.Module):
         """Draw all weights anew, in place (see ``initialize``)."""
         initialize(self, depth=self.depth)
 
-    def forward(self, tokens: Tensor, documents: Tensor | Documents | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        documents: Tensor | Documents | None = None,
+        *,
+        head: Callable[[Tensor, Tensor], Tensor] = F.linear,
+    ) -> Tensor:
         """The logits ``[B, T, V]`` of the token that follows each of ``tokens`` ``[B, T]`` (int64).
 
         ``documents`` are integer ids ``[B, T]``: each run of equal ids is a document, whose logits are those of the
         document alone. Learned positions begin anew in each; rotary and ALiBi ones run on through the row, which is
         the same, for they act by differences. ``Documents``, made of such ids, will do as well.
+
+        ``head`` makes what is returned, of the last hidden states ``[B, T, C]`` and the head's weight ``[V, C]``: the
+        logits, or whatever a function of yours makes (a loss that never holds all logits,
+        ``partial(chunked_cross_entropy, targets=targets)``).
 
         Raises ``ValueError`` unless T is at most ``context_length`` and there is an id for each token, and
         ``TypeError`` for documents of another class.
@@ -147,7 +157,7 @@ class GPT(nn.Module):
         for block in self.blocks:
             x = self._run(block, x, documents)
         weight = self.token_embedding.weight if self.head is None else self.head.weight
-        return F.linear(self.final_norm(x), weight)
+        return head(self.final_norm(x), weight)
 
     def _run(self, block: nn.Module, x: Tensor, documents: Documents | None) -> Tensor:
         if self.checkpointing == "block" and torch.is_grad_enabled():

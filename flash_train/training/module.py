@@ -1,7 +1,9 @@
 """The LightningModule of a language model: loss, optimizer step, and what is logged about both."""
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -11,6 +13,7 @@ from torch.nn import functional
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from flash_train.ops.cross_entropy import chunked_cross_entropy
 from flash_train.training.plain import require_plain
 from flash_train.training.steps import is_log_step
 
@@ -37,13 +40,16 @@ class LanguageModel(LightningModule):
         schedule: makes a scheduler, stepped once per optimizer step, from that optimizer.
         gradient_clip: largest gradient norm, None to leave gradients alone. Not the Trainer's argument of that name,
             which refuses a fused AdamW under mixed precision.
+        loss_chunk_rows: so many rows of logits exist at a time (see `ops.cross_entropy`); for a model whose forward
+            takes `head` as the GPT's does. None: all at once.
         compile: compile `model` (and nothing of Lightning's), in torch's mode `compile_mode`.
         bytes_per_token: of the validation split; without it no bits per byte are logged.
         flops_per_token: published for whoever works out utilisation.
         run_config: plain values, written into checkpoints under that name.
 
     Raises:
-        ValueError: `gradient_clip` is not positive, or `run_config` holds something else than plain values.
+        ValueError: `gradient_clip` is not positive, `run_config` holds something else than plain values, or a model
+            that does not take `head` is to have its loss in chunks.
     """
 
     step_loss: Tensor | None = None
@@ -56,6 +62,7 @@ class LanguageModel(LightningModule):
         optimizer: Callable[[nn.Module], Optimizer],
         schedule: Callable[[Optimizer], LRScheduler] | None = None,
         gradient_clip: float | None = 1.0,
+        loss_chunk_rows: int | None = None,
         compile: bool = False,
         compile_mode: str = "default",
         bytes_per_token: float | None = None,
@@ -66,7 +73,10 @@ class LanguageModel(LightningModule):
         if gradient_clip is not None and not gradient_clip > 0:
             raise ValueError(f"gradient_clip is a positive norm or None for no clipping, not {gradient_clip}.")
         require_plain(run_config, "run_config")
+        if loss_chunk_rows is not None:
+            _check_chunks(model, loss_chunk_rows)
         self.model = model
+        self.loss_chunk_rows = loss_chunk_rows
         self.bytes_per_token = bytes_per_token
         self.flops_per_token = flops_per_token
         self.gradient_clip = gradient_clip
@@ -142,6 +152,10 @@ class LanguageModel(LightningModule):
         self.tokens_seen = checkpoint["tokens_seen"]
 
     def _cross_entropy(self, batch: Batch, reduction: str) -> Tensor:
+        if self.loss_chunk_rows is not None:
+            head = partial(chunked_cross_entropy, targets=batch["targets"], chunk_rows=self.loss_chunk_rows,
+                           reduction=reduction)  # fmt: skip
+            return self.model(batch["inputs"], batch.get("documents"), head=head)
         logits = self(batch["inputs"], batch.get("documents"))
         # What autocast does by itself; a model whose weights are bf16 would reduce over V in bf16.
         return functional.cross_entropy(logits.flatten(0, 1).float(), batch["targets"].flatten(), reduction=reduction)
@@ -173,3 +187,13 @@ class LanguageModel(LightningModule):
         # fp32, which a plain number becomes, counts exactly up to 16 million only.
         self.log("train/tokens", torch.tensor(self.tokens_seen, dtype=torch.float64))
         self.log("train/learning_rate", float(optimizer.param_groups[0]["lr"]))
+
+
+def _check_chunks(model: nn.Module, rows: Any) -> None:
+    if not isinstance(rows, int) or isinstance(rows, bool) or rows < 1:
+        raise ValueError(f"loss_chunk_rows is a number of rows from 1 on, or None for all at once, not {rows!r}.")
+    if "head" not in inspect.signature(model.forward).parameters:
+        raise ValueError(
+            f"loss_chunk_rows={rows} needs a model whose forward takes head=, and {type(model).__name__}'s does not: "
+            "leave it out, or let the model's last line be head(hidden, weight)."
+        )

@@ -25,14 +25,14 @@ def test_it_plans_a_recipe_without_its_data_or_a_gpu(command: Command, tmp_path:
     assert {file.name for file in (tmp_path / "run").iterdir()} == {"results.json", "results.csv", "memory.png"}
 
 
-def test_checkpointing_goes_further(command: Command, tmp_path: Path) -> None:
-    longest = {}
-    for granularity in ("none", "block"):
-        answer = command(main, *SMALL, "arms=[flash]", f"checkpointing={granularity}", "model.depth=8")
+def test_what_takes_less_memory_goes_further(command: Command, tmp_path: Path) -> None:
+    longest = []
+    for changes in ((), ("checkpointing=block",), ("checkpointing=block", "loss=chunked")):
+        answer = command(main, *SMALL, "arms=[flash]", "model.depth=4", "length_step=512", *changes)
         assert answer.code == 0, answer.err
         found = json.loads((tmp_path / "run" / "results.json").read_text())
-        longest[granularity] = found["arms"]["flash"]["longest_length"]
-    assert longest["none"] < longest["block"]
+        longest.append(found["arms"]["flash"]["longest_length"])
+    assert longest[0] < longest[1] < longest[2]
 
 
 def test_an_arm_that_refuses_is_named_and_the_others_go_on(command: Command, tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def test_packed_documents_windows_and_every_attention_feature_are_a_matter_of_ov
     command: Command, tmp_path: Path
 ) -> None:
     features = ("model.positions=alibi", "model.window=[5,null]", "model.soft_cap=30", "model.sinks=true")
-    packing = ("model.attention_dropout=0.1", "data.separate_documents=true", "checkpointing=block")
+    packing = ("model.attention_dropout=0.1", "data.separate_documents=true", "checkpointing=block", "loss=chunked")
     answer = command(main, *SHORT, *features, *packing)
     assert answer.code == 0, answer.err
     assert result(tmp_path / "run")["data"]["separate_documents"] is True

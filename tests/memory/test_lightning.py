@@ -18,20 +18,23 @@ SCALARS = 64  # bytes: what Lightning and the data loader keep
 RANDOM_STATE = 5056  # bytes that torch.utils.checkpoint keeps for each block, of a CPU's generator
 
 
-def language_model(implementation: str, checkpointing: str) -> LanguageModel:
+def language_model(implementation: str, checkpointing: str, chunk_rows: int | None) -> LanguageModel:
     model = GPT(vocabulary_size=211, context_length=256, width=64, depth=DEPTH, heads=4, implementation=implementation,
                 checkpointing=checkpointing)  # fmt: skip
-    return LanguageModel(model, optimizer=partial(adamw, lr=1e-3))
+    return LanguageModel(model, optimizer=partial(adamw, lr=1e-3), loss_chunk_rows=chunk_rows)
 
 
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 @pytest.mark.parametrize("implementation", ["naive", "sdpa"])
 @pytest.mark.parametrize(
-    "precision, accumulate, checkpointing",
-    [("32-true", 1, "none"), ("32-true", 2, "none"), ("bf16-true", 1, "none"), ("32-true", 1, "block")],
-)
+    "precision, accumulate, checkpointing, chunk_rows",
+    [
+        ("32-true", 1, "none", None), ("32-true", 2, "none", None), ("bf16-true", 1, "none", None),
+        ("32-true", 1, "block", None), ("32-true", 1, "none", 128),
+    ],
+)  # fmt: skip
 def test_every_phase_of_a_run_is_predicted(
-    implementation: str, precision: str, accumulate: int, checkpointing: str
+    implementation: str, precision: str, accumulate: int, checkpointing: str, chunk_rows: int | None
 ) -> None:
     rows = [{name: torch.randint(211, (256,)) for name in ("inputs", "targets")} for _ in range(32)]
     monitor = MemoryMonitor(probe_step=2)
@@ -40,11 +43,27 @@ def test_every_phase_of_a_run_is_predicted(
         callbacks=[monitor], logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False,
     )  # fmt: skip
-    trainer.fit(language_model(implementation, checkpointing), DataLoader(rows, batch_size=4))  # pyright: ignore[reportArgumentType]
+    module = language_model(implementation, checkpointing, chunk_rows)
+    trainer.fit(module, DataLoader(rows, batch_size=4))  # pyright: ignore[reportArgumentType]
     batch = {name: torch.stack([row[name] for row in rows[:4]]) for name in rows[0]}
     predicted = predict_peak(
-        language_model(implementation, checkpointing), batch, precision=precision, accumulate=accumulate, device="cpu"
-    )
+        language_model(implementation, checkpointing, chunk_rows), batch, precision=precision, accumulate=accumulate,
+        device="cpu",
+    )  # fmt: skip
     kept = SCALARS + (DEPTH * RANDOM_STATE if checkpointing == "block" else 0)
     for phase, peak in predicted.phases.items():
         assert 0 <= monitor.result()["phases"][phase] - peak.size <= kept, phase
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_prediction_for_a_gpu_sees_that_the_logits_never_exist(precision: str) -> None:
+    batch = {name: torch.empty(8, 256, dtype=torch.int64, device="meta") for name in ("inputs", "targets")}
+    peaks = {}
+    for chunk_rows in (None, 128):
+        module = LanguageModel(GPT(vocabulary_size=20_000, context_length=256, width=64, depth=1, heads=4),
+                               optimizer=partial(adamw, lr=1e-3), loss_chunk_rows=chunk_rows)  # fmt: skip
+        peaks[chunk_rows] = predict_peak(module, batch, precision=precision)
+    rows = 8 * 256
+    held = peaks[None].peak - peaks[128].peak
+    assert held > 0.9 * (rows - 128) * 20_000 * (8 if precision == "32-true" else 10)
+    assert not any(block.shape == (rows, 20_000) for block in peaks[128].blocks)

@@ -126,6 +126,26 @@ def test_documents_of_a_batch_have_the_loss_that_each_has_alone() -> None:
     assert not torch.isclose(module._cross_entropy(whole, "mean"), expected, rtol=1e-4)
 
 
+def test_a_loss_in_chunks_trains_and_validates_as_the_whole_one(tmp_path: Path) -> None:
+    found = []
+    for chunk_rows in (None, 7):
+        torch.manual_seed(4)
+        model = GPT(vocabulary_size=11, context_length=T, width=12, depth=2, heads=3)
+        module = LanguageModel(model, optimizer=partial(torch_sgd, lr=0.5), loss_chunk_rows=chunk_rows)
+        run = trainer(tmp_path, max_steps=3)
+        run.fit(module, ToyData())
+        [logged] = trainer(tmp_path).validate(module, ToyData(), verbose=False)
+        found.append((module.state_dict(), logged["validation/loss"]))
+    torch.testing.assert_close(*found)
+
+
+def test_a_model_that_keeps_its_head_to_itself_is_told_what_the_chunks_need() -> None:
+    with pytest.raises(ValueError, match=r"loss_chunk_rows=7 needs a model whose forward takes head=, and ToyModel's"):
+        language_model(loss_chunk_rows=7)
+    with pytest.raises(ValueError, match="loss_chunk_rows is a number of rows from 1 on, or None .*, not 0"):
+        language_model(loss_chunk_rows=0)
+
+
 def test_bf16_weights_have_an_fp32_loss() -> None:
     module = language_model().bfloat16()
     assert module._cross_entropy(batch(0), "mean").dtype == torch.float32
