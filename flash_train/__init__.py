@@ -7,6 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from flash_train.diagnostics.leaks import LeakDetector
     from flash_train.diagnostics.memory import MemoryMonitor
     from flash_train.diagnostics.peak import measured_peak
     from flash_train.diagnostics.probe import MemoryProbe, probe_memory
@@ -28,6 +29,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Documents",
     "GPT",
+    "LeakDetector",
     "Mask",
     "MemoryMonitor",
     "MemoryProbe",
@@ -48,6 +50,7 @@ __all__ = [
 _MODULES = {
     "Documents": "ops.features",
     "GPT": "models.gpt",
+    "LeakDetector": "diagnostics.leaks",
     "Mask": "ops.features",
     "MemoryMonitor": "diagnostics.memory",
     "MemoryProbe": "diagnostics.probe",

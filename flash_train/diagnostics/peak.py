@@ -4,7 +4,7 @@ import contextlib
 import gc
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,9 +47,12 @@ def measured_peak(device: str | torch.device = "cpu") -> Iterator[StretchPeak]:
     """
     device = _checked(device)
     if device.type == "cpu":
-        with _uncompiled(), _Born() as born:
+        born = BornInside()
+        with _uncompiled(), born:
             born.enter("stretch")
             yield (peak := StretchPeak("cpu"))
+        if born.error is not None:
+            raise born.error
         highest = born.peaks()["stretch"]
         peak.size, peak.blocks = highest.size, tuple(block for block in highest.blocks if block.size)
         return
@@ -61,21 +64,42 @@ def measured_peak(device: str | torch.device = "cpu") -> Iterator[StretchPeak]:
     peak.size = max(0, scope.allocated - before)
 
 
-class _Born(LiveBytes):
-    """Storages that were there before count nothing, and are known from the first operator that gets them."""
+class BornInside(LiveBytes):
+    """Storages that were there before count nothing, and are known from the first operator that gets them.
 
-    def __init__(self) -> None:
-        super().__init__(nn.Module())
+    Whatever fails in the bookkeeping ends it, and the operators run on: `error` tells.
+    """
+
+    def __init__(self, *, device: str = "cpu", module: nn.Module | None = None) -> None:
+        super().__init__(nn.Module() if module is None else module, device=device)
+        self.error: Exception | None = None
+
+    def survivors(self, phases: Collection[str]) -> list[Block]:
+        """What was born in one of `phases` and is alive, in the order of birth."""
+        return [block for _, block in self._alive.values() if block.phase in phases and block.size]
 
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        self._unless_failed(self._meet, args, kwargs)
+        return super().__torch_dispatch__(operator, types, args, kwargs)
+
+    def _meet(self, args: Any, kwargs: Any) -> None:
         for given in tree_leaves((args, kwargs)):
             if isinstance(given, Tensor) and self._find(given) is None:
                 block = self._bear(given, "")
                 if block is not None:
                     block.size = 0
-        return super().__torch_dispatch__(operator, types, args, kwargs)
+
+    def _notice(self, tensor: Tensor, operator: Any) -> None:
+        self._unless_failed(super()._notice, tensor, operator)
+
+    def _unless_failed(self, act: Callable[..., None], *args: Any) -> None:
+        if self.error is None:
+            try:
+                act(*args)
+            except Exception as error:
+                self.error = error
 
 
 @contextlib.contextmanager

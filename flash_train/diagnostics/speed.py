@@ -175,7 +175,7 @@ class SpeedMonitor(Monitor):
             self._in_step = True
             self._tokens = 0
             self._interrupted_at_start = self._interrupted_so_far(trainer)
-            self._compiled_at_start = _compilations()
+            self._compiled_at_start = compilations()
             self._waited_before = self._waited
             self._host_start = time.perf_counter()
             self._start = now(self._device)
@@ -207,7 +207,7 @@ class SpeedMonitor(Monitor):
         self._settle()
 
     def _counts(self, trainer: Trainer) -> bool:
-        if self._steps < self._warmup_steps or _compilations() != self._compiled_at_start:
+        if self._steps < self._warmup_steps or compilations() != self._compiled_at_start:
             return False
         if self._interrupted_so_far(trainer) != self._interrupted_at_start:
             return False
@@ -257,7 +257,7 @@ class SpeedMonitor(Monitor):
         return {f"speed/{name}": value for name, value in metrics.items()}
 
 
-def _compilations() -> int:
+def compilations() -> int:
     """How many frames torch.compile has compiled so far in this process; 0 without importing it."""
     utils = sys.modules.get("torch._dynamo.utils")
     return 0 if utils is None else utils.counters["frames"]["total"]
