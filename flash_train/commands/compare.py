@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+from flash_train.commands.budget import check_budget
 from flash_train.commands.claim import alone_in
 from flash_train.commands.hydra_app import ExitCode, launch
 from flash_train.config import group_options
@@ -30,6 +31,7 @@ def compare(config: dict[str, Any], folder: Path, overrides: list[str]) -> int:
 
     console = Console(highlight=False, soft_wrap=True)
     settings = read_settings(config, implementations=group_options()["attention"])
+    check_budget(config)  # once, and not by each of the runs
     unusable = why_unusable() if config["loggers"].get("wandb") is not None else None
     if unusable:
         console.print(f"wandb cannot be used ({unusable}); the results are written without it", markup=False)

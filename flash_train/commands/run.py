@@ -19,6 +19,7 @@ import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_only
 
+from flash_train.commands.budget import check_budget, limit_memory
 from flash_train.commands.hydra_app import ExitCode, complain
 from flash_train.commands.objects import Config, Objects, build_objects
 from flash_train.commands.result import describe_end, describe_start, write_json
@@ -58,10 +59,13 @@ def run(config: Config, folder: Path, overrides: list[str]) -> int:
             announce(checkpoint, header, config, folder)
         else:
             write_yaml(folder / "config.yaml", config)
+        budget = check_budget(config)
         run_id = header.wandb_run_id if header and header.wandb_run_id else secrets.token_hex(4)
         objects = build_objects(config, run_id=run_id, run_config={"config": config, "overrides": overrides})
+        limits = limit_memory(budget, objects.trainer.strategy.root_device)
         introduce(objects, folder)
         result |= {"resumed_from": str(checkpoint) if checkpoint else None, **describe_start(objects)}
+        result["environment"] |= limits
         if checkpoint:
             load_weights(checkpoint, objects.module)  # Lightning would too, with a traceback if they do not fit
             write_yaml(folder / "config.yaml", config)
