@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flash_train.diagnostics.leaks import LeakDetector
     from flash_train.diagnostics.memory import MemoryMonitor
+    from flash_train.diagnostics.oom import OOMExplainer
     from flash_train.diagnostics.peak import measured_peak
     from flash_train.diagnostics.probe import MemoryProbe, probe_memory
     from flash_train.diagnostics.speed import SpeedMonitor
+    from flash_train.memory.advice import memory_advice
     from flash_train.memory.predict import predict_peak
     from flash_train.models.gpt import GPT
     from flash_train.modules.attention import SelfAttention
@@ -33,6 +35,7 @@ __all__ = [
     "Mask",
     "MemoryMonitor",
     "MemoryProbe",
+    "OOMExplainer",
     "Score",
     "SelfAttention",
     "SpeedMonitor",
@@ -42,6 +45,7 @@ __all__ = [
     "flash_attention_packed",
     "flash_attention_with_lse",
     "measured_peak",
+    "memory_advice",
     "merge",
     "predict_peak",
     "probe_memory",
@@ -54,6 +58,7 @@ _MODULES = {
     "Mask": "ops.features",
     "MemoryMonitor": "diagnostics.memory",
     "MemoryProbe": "diagnostics.probe",
+    "OOMExplainer": "diagnostics.oom",
     "Score": "ops.features",
     "SelfAttention": "modules.attention",
     "SpeedMonitor": "diagnostics.speed",
@@ -63,6 +68,7 @@ _MODULES = {
     "flash_attention_packed": "ops.attention",
     "flash_attention_with_lse": "ops.attention",
     "measured_peak": "diagnostics.peak",
+    "memory_advice": "memory.advice",
     "merge": "ops.partials",
     "predict_peak": "memory.predict",
     "probe_memory": "diagnostics.probe",

@@ -70,7 +70,11 @@ def test_diagnostics_and_predictions_know_torch_and_lightning_only() -> None:
     known = {"torch", "lightning", "flash_train", *sys.stdlib_module_names}
     for file, module in imports():
         if layer(file) in ("diagnostics", "memory"):
-            more = {"probe_output.py": {"rich", "matplotlib"}, "pytest_plugin.py": {"pytest"}}.get(file.name, set())
+            more = {
+                "probe_output.py": {"rich", "matplotlib"},
+                "oom_output.py": {"rich"},
+                "pytest_plugin.py": {"pytest"},
+            }.get(file.name, set())
             assert module.split(".")[0] in known | more, f"{file.relative_to(PACKAGE)} imports {module}"
 
 

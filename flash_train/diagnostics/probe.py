@@ -13,10 +13,12 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from flash_train.diagnostics.explanation import circumstances, predicted_advice
 from flash_train.diagnostics.ledger import ledger_of
 from flash_train.diagnostics.memory import GIB, held_by, steps_left
 from flash_train.diagnostics.meters import AllocatorMeter, Meter, ProfilerMeter
 from flash_train.diagnostics.monitor import Monitor, highest, never_raises, step_is_complete, step_of
+from flash_train.memory.advice import Advisory
 from flash_train.memory.attribution import Breakdown, Recorder, is_compiled
 from flash_train.memory.cards import ROUNDING
 from flash_train.memory.cuda_rules import inside
@@ -231,22 +233,27 @@ class MemoryProbe(Monitor):
         step: which one, counted from 0 as this run begins; a shorter run probes its last. By default after
             MemoryMonitor's on a CPU, since there can be one profiler at a time.
         folder: where the files go; None: where the first logger writes, and nowhere without a logger.
+        advice: also take the step again on fake tensors, in other ways, and print what each would save (see
+            `memory_advice`); `advisory` holds it. Some seconds, once; training_step is called on a copy, so what it
+            does beside computing it does again. Only where there is one process.
     """
 
     numbers = ("peak", *_PARTS, "score_matrices", "flash_would_save")
 
-    def __init__(self, *, step: int = 4, folder: str | Path | None = None) -> None:
+    def __init__(self, *, step: int = 4, folder: str | Path | None = None, advice: bool = False) -> None:
         if not isinstance(step, int) or isinstance(step, bool) or step < 0:
             raise ValueError(f"step counts steps from 0, got {step!r}: leave it out for the fifth step")
         if folder is not None and not isinstance(folder, str | Path):
             raise TypeError(f"folder must be a path or None, got {type(folder).__name__}: give a string")
         self._wanted_step = step
         self._wanted_folder = folder
+        self._wants_advice = advice
         super().__init__()
 
     def _start_over(self) -> None:
         super()._start_over()
         self.breakdown: Breakdown | None = None
+        self.advisory: Advisory | None = None
         self._at: int | None = None
         self._first = 0
         self._device = torch.device("cpu")
@@ -345,6 +352,16 @@ class MemoryProbe(Monitor):
             if step_of(trainer) == self._at and step_is_complete(trainer):  # on every rank, also on one that failed
                 metrics = self._guarded_combine(self._exchange(trainer, final=False)) or {}
                 self._log(trainer, pl_module, metrics)
+                if self._wants_advice and trainer.world_size == 1:
+                    self._advise(trainer, pl_module, batch)
+
+    @never_raises
+    def _advise(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> None:
+        from flash_train.diagnostics.oom_output import print_advice
+
+        where = circumstances(trainer, pl_module, batch, "between two batches")
+        self.advisory = predicted_advice(where, seconds=60.0)
+        print_advice(self.advisory.advice, left_out=self.advisory.left_out)
 
     @never_raises
     def _batch_ends(self, trainer: Trainer) -> None:

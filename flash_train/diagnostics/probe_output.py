@@ -16,12 +16,14 @@ from rich.table import Table
 from flash_train.chart_style import STYLE
 from flash_train.memory.attribution import Breakdown
 from flash_train.memory.live import CATEGORIES
-from flash_train.memory.trace import TensorBytes
+from flash_train.memory.logits import CHUNK_ROWS
+from flash_train.memory.trace import LOGITS, SCORES, TensorBytes
 
 _MEASURED = {
     "allocator": "the allocator's own peaks",
     "profiler": "peaks of the CPU allocator's events",
     "tracker": "the tracker's own count, measured by nobody else",
+    "prediction": "the step on fake tensors",
 }
 # Okabe and Ito's palette, which stays apart for every kind of colour vision.
 _COLOURS = ("#0072B2", "#56B4E9", "#5D3A9B", "#D55E00", "#F0E442", "#CC79A7", "#E69F00")
@@ -120,6 +122,18 @@ def findings(breakdown: Breakdown) -> Iterable[str]:
             f"Flash attention would save {unit(saves.saved)} {unit.name} of what is saved for the backward, and "
             f"{unit(saves.peak)} of the peak ({unit(breakdown.peak.measured)})"
         )
+    for logits in breakdown.logits:
+        yield (
+            f"Logits of {logits.module}: {list(logits.shape)}, with copies, log-probabilities and gradients "
+            f"{unit(logits.most)} {unit.name} at most"
+        )
+    chunked = breakdown.chunked_loss_saves
+    if chunked is not None and chunked.peak > 0:
+        yield f"A cross-entropy over {CHUNK_ROWS:,} rows at a time would save {unit(chunked.peak)} of the peak"
+    culprit = next(iter(breakdown.peak.culprits), None)
+    if culprit is not None:
+        share = breakdown.peak.culprits[culprit] / max(1, breakdown.peak.measured)
+        yield f"Most of the peak: {culprit}, {share:.0%}{_afterwards(breakdown)}"
     fell: dict[str, list[str]] = {}
     for use in breakdown.sdpa:
         if use.backend == "math":
@@ -127,6 +141,14 @@ def findings(breakdown: Breakdown) -> Iterable[str]:
     for reason, modules in fell.items():
         yield f"SDPA in {_names(modules)} took its math back end: {reason}"
     yield from breakdown.notes
+
+
+def _afterwards(breakdown: Breakdown) -> str:
+    first = next(iter(breakdown.peak.culprits))
+    saving = {SCORES: breakdown.flash_saves, LOGITS: breakdown.chunked_loss_saves}.get(first)
+    if saving is None or saving.then == first:
+        return ""
+    return f"; without them, {saving.then}"
 
 
 def _names(modules: list[str]) -> str:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
 from flash_train.memory.fakes import DeepCopies, Fakes, OnCpu
+from flash_train.memory.levers import map_tensors
 from flash_train.memory.live import LiveBytes
 
 PRECISIONS: dict[str, tuple[torch.dtype | None, torch.dtype | None]] = {
@@ -88,7 +88,7 @@ class FakeStep:
         Raises ValueError if the step asks for the values of tensors, or gives no loss.
         """
         with self._mode, OnCpu(), _quiet(), torch.enable_grad():
-            batch = tree_map_only(Tensor, self._fake_input, batch)
+            batch = map_tensors(self._fake_input, batch)
             counted = self._run(batch, live(self.module))
             idle = [p for p in self.module.parameters() if p in self.optimizer.state and p not in self._reached]
             if idle:  # the warm-up gave them what training never does
@@ -107,7 +107,7 @@ class FakeStep:
         if not callable(step):
             raise ValueError(f"{type(self.module).__name__} has no validation_step: there is nothing to validate")
         with self._mode, OnCpu(), _quiet(), torch.no_grad():
-            batch = tree_map_only(Tensor, self._fake_input, batch)
+            batch = map_tensors(self._fake_input, batch)
             counted = live(self.module)
             counted.hold_training([self.optimizer])
             counted.hold("inputs", batch)

@@ -31,6 +31,8 @@ class TensorBytes:
     category: str
     phase: str
     """In which they were made."""
+    culprit: str
+    """The category, or that they are score matrices, or logits and their loss."""
 
 
 @dataclass(frozen=True)
@@ -210,7 +212,7 @@ class Trace:
     def _describe(self, block: Block) -> TensorBytes:
         return TensorBytes(
             self._round(block.size), 1, block.shape, dtype_name(block.dtype), block.operation, self.module_of(block),
-            block.category, block.phase,
+            block.category, block.phase, self._culprit(block),
         )  # fmt: skip
 
     def _alive(self, index: int) -> list[Block]:
@@ -225,9 +227,13 @@ class Trace:
     def _culprits(self, blocks: Iterable[Block], size: Size) -> dict[str, int]:
         parts: Counter[str] = Counter()
         for block in blocks:
-            own = LOGITS if block in self._logit_blocks else block.category
-            parts[SCORES if block in self._score_blocks else own] += self._round(size(block))
+            parts[self._culprit(block)] += self._round(size(block))
         return {name: number for name, number in parts.most_common() if number}
+
+    def _culprit(self, block: Block) -> str:
+        if block in self._score_blocks:
+            return SCORES
+        return LOGITS if block in self._logit_blocks else block.category
 
     def module_of(self, block: Block) -> str:
         """Whose it is; in parentheses the phase that made it, if nobody's."""
