@@ -11,9 +11,10 @@ from torch.optim import Optimizer
 
 from flash_train.diagnostics.incident import Incident
 from flash_train.diagnostics.monitor import step_of
-from flash_train.memory.advice import COUNTERS, Advice, Advisory, memory_advice, modelled_advice
+from flash_train.memory.advice import Advisory, memory_advice, modelled_advice
 from flash_train.memory.attribution import Breakdown
 from flash_train.memory.cards import MIB, Card
+from flash_train.memory.changes import COUNTERS, Advice
 from flash_train.memory.levers import optimizer_like
 from flash_train.memory.trace import Moment
 

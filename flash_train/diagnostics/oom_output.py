@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from flash_train.diagnostics.explanation import FRAGMENTED, Explanation
-from flash_train.memory.advice import Advice
+from flash_train.memory.changes import Advice
 from flash_train.memory.sizes import human_bytes
 from flash_train.memory.trace import PhaseMemory, TensorBytes
 

@@ -1,7 +1,6 @@
 """memory_advice: what to change so that a training step needs less, and how much less, predicted and not guessed."""
 
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,37 +8,11 @@ from torch import nn
 
 from flash_train.memory.attribution import Breakdown
 from flash_train.memory.cards import Card
+from flash_train.memory.changes import MODELLED, RE_RUN, Advice, Lever, Search, Setup
 from flash_train.memory.levers import checkpoint_blocks, first_rows, rows_of, shapes_of
 from flash_train.memory.logits import CHUNK_ROWS
 from flash_train.memory.predict import Predictor
 from flash_train.memory.step import OptimizerMaker
-
-ALLOWANCE = 0.04
-"""Of the peak again, for what fragmentation wastes, must be there if something is to fit."""
-WORTH = 0.01
-"""Of the peak: what saves less is no advice."""
-RE_RUN, MODELLED, COUNTERS = "re-run", "modelled", "counters"
-"""What a prediction rests on: the fake step taken again with the change; the recorded step with the blocks replaced
-that the change replaces; the allocator's counters."""
-
-
-@dataclass(frozen=True)
-class Advice:
-    """One change. All sizes in bytes."""
-
-    change: str
-    how: str
-    """Where to make it."""
-    saves: int
-    """Of the step's peak; where memory ran out in the optimizer's step, of the peak of that."""
-    peak: int
-    """What is left of it."""
-    fits: bool | None
-    """Whether the step's peak is within the limit then, with 4 % for fragmentation; None without a limit."""
-    basis: str
-    """ "re-run", "modelled", both with a "+" between them, or "counters"."""
-    then: str = ""
-    """What most of the peak would be then."""
 
 
 @dataclass(frozen=True)
@@ -57,143 +30,16 @@ class Advisory:
     """What was not predicted, and why."""
 
 
-@dataclass(frozen=True)
-class _Setup:
-    """A way to take the step."""
-
-    precision: str = ""
-    accumulate: int = 1
-    rows: int | None = None
-    checkpointed: bool = False
-    fused: bool = False
-    flash: bool = False
-    chunked: bool = False
-
-
-@dataclass(frozen=True)
-class _Lever:
-    change: str
-    how: str
-    cost: int
-    """0: none; 1: time; 2: other numbers."""
-    basis: str
-    apply: Callable[[_Setup], _Setup]
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    phases: dict[str, int]
-    """Each one's peak."""
-    then: str
-
-    @property
-    def peak(self) -> int:
-        return max(self.phases.values())
-
-
-class _Search:
-    """`record` takes the step in a given way, without flash and chunks, which are modelled on what it gives.
-
-    What takes nothing off `phase`'s own peak is no advice.
-    """
-
-    def __init__(
-        self, record: Callable[[_Setup], Breakdown], base: _Setup, *, limit: int | None, phase: str | None,
-        seconds: float,
-    ) -> None:  # fmt: skip
-        self.base, self._record, self._limit, self._phase = base, record, limit, phase
-        self._ends = time.monotonic() + seconds
-        self._known: dict[_Setup, Breakdown] = {}
-        self.left_out: list[str] = []
-        self.breakdown = self._recorded(base)
-        self.now = self.outcome(base)
-
-    def _recorded(self, setup: _Setup) -> Breakdown:
-        setup = replace(setup, flash=False, chunked=False)
-        if setup not in self._known:
-            if self._known and time.monotonic() > self._ends:
-                raise TimeoutError("there was no time left")
-            self._known[setup] = self._record(setup)
-        return self._known[setup]
-
-    def outcome(self, setup: _Setup) -> _Outcome:
-        """What the step would need."""
-        recorded = self._recorded(setup)
-        phases = {name: phase.measured for name, phase in recorded.phases.items()}
-        if not setup.flash and not setup.chunked:
-            return _Outcome(phases, next(iter(recorded.peak.culprits), ""))
-        assert recorded.trace is not None
-        saving = recorded.trace.saving(flash=setup.flash, chunked=setup.chunked)
-        return _Outcome({name: size - saving.phases[name] for name, size in phases.items()}, saving.then)
-
-    def fits(self, peak: int) -> bool | None:
-        return None if self._limit is None else peak * (1 + ALLOWANCE) <= self._limit
-
-    def advice(self, levers: Iterable[_Lever]) -> tuple[Advice, ...]:
-        found: list[tuple[_Lever, Advice]] = []
-        for lever in levers:
-            try:
-                advice, helps = self._judge([lever])
-            except Exception as error:  # whatever a foreign module does when it is changed
-                self.left_out.append(f"{lever.change}: {next(iter(str(error).splitlines()), repr(error))}")
-                continue
-            if helps:
-                found.append((lever, advice))
-        found.sort(key=lambda pair: (pair[0].cost if pair[1].fits else 3, -pair[1].saves))
-        return tuple(self._together([lever for lever, _ in found]) + [advice for _, advice in found])
-
-    def _judge(self, levers: list[_Lever]) -> tuple[Advice, bool]:
-        """And whether it is worth saying."""
-        setup = self.base
-        for lever in levers:
-            setup = lever.apply(setup)
-        outcome = self.outcome(setup)
-        now, peak = self._relevant(self.now), self._relevant(outcome)
-        own = now - peak if self._phase is None else self.now.phases[self._phase] - outcome.phases[self._phase]
-        advice = Advice(
-            change=" + ".join(lever.change for lever in levers),
-            how="; ".join(lever.how for lever in levers),
-            saves=now - peak,
-            peak=peak,
-            fits=self.fits(outcome.peak),
-            basis=" + ".join(dict.fromkeys(lever.basis for lever in levers)),
-            then=outcome.then,
-        )
-        return advice, min(now - peak, own) >= WORTH * now
-
-    def _relevant(self, outcome: _Outcome) -> int:
-        return outcome.phases["optimizer"] if self._phase == "optimizer" else outcome.peak
-
-    def _together(self, levers: list[_Lever]) -> list[Advice]:
-        """The fewest and cheapest levers that fit together, where none does alone; all of them, if not even those."""
-        try:
-            if self._limit is None or len(levers) < 2 or any(self._judge([lever])[0].fits for lever in levers):
-                return []
-            chosen: list[_Lever] = []
-            for lever in sorted(levers, key=lambda lever: lever.cost):
-                chosen.append(lever)
-                if self._judge(chosen)[0].fits:
-                    break
-            for lever in chosen[-2::-1]:
-                fewer = [other for other in chosen if other is not lever]
-                if self._judge(fewer)[0].fits:
-                    chosen = fewer
-            return [self._judge(chosen)[0]]
-        except Exception as error:
-            self.left_out.append(f"several changes together: {error}")
-            return []
-
-
 def modelled_advice(breakdown: Breakdown, *, limit: int | None = None) -> Advisory:
     """What `memory_advice` can say of a step that was recorded already, without taking it again: flash attention and a
     chunked loss. With `limit` bytes for torch's allocator it says what fits.
     """
-    base = _Setup()
+    base = Setup()
 
-    def record(setup: _Setup) -> Breakdown:
+    def record(setup: Setup) -> Breakdown:
         return breakdown
 
-    search = _Search(record, base, limit=limit, phase=None, seconds=0.0)
+    search = Search(record, base, limit=limit, phase=None, seconds=0.0)
     return Advisory(breakdown, limit, search.advice(_modelled(breakdown)), ())
 
 
@@ -242,7 +88,7 @@ def memory_advice(
         raise ValueError(f"phase must be forward, backward, optimizer, validation or None, got {phase!r}")
     batch, validation = shapes_of(batch), phase == "validation"
 
-    def record(setup: _Setup) -> Breakdown:
+    def record(setup: Setup) -> Breakdown:
         predictor = Predictor(
             module, optimizer=optimizer, precision=setup.precision, accumulate=setup.accumulate,
             gradient_clip=gradient_clip, device=device, card=card, fused=setup.fused,
@@ -251,7 +97,7 @@ def memory_advice(
         rows = batch if setup.rows is None else first_rows(batch, setup.rows)
         return predictor.breakdown(rows, validation=validation)
 
-    search = _Search(record, _Setup(precision, accumulate), limit=limit, phase=phase, seconds=seconds)
+    search = Search(record, Setup(precision, accumulate), limit=limit, phase=phase, seconds=seconds)
     levers = [*_modelled(search.breakdown), *_fewer_rows(search, rows_of(batch), accumulate, validation=validation)]
     if not validation:
         levers += [_CHECKPOINTING, *([_FUSED] if "optimizer" in (phase, search.breakdown.phase) else [])]
@@ -261,29 +107,29 @@ def memory_advice(
 
 # The levers
 
-_CHECKPOINTING = _Lever(
+_CHECKPOINTING = Lever(
     "checkpointing of each block",
     "torch.utils.checkpoint around each block, or gradient_checkpointing_enable(); in flash-train checkpointing=block",
     1, RE_RUN, lambda setup: replace(setup, checkpointed=True),
 )  # fmt: skip
-_FUSED = _Lever(
+_FUSED = Lever(
     "a fused optimizer step",
     "fused=True to the optimizer, which then needs no copies of the parameters' size",
     0, RE_RUN, lambda setup: replace(setup, fused=True),
 )  # fmt: skip
 
 
-def _modelled(breakdown: Breakdown) -> Iterable[_Lever]:
+def _modelled(breakdown: Breakdown) -> Iterable[Lever]:
     where = [scores.module for scores in breakdown.score_matrices]
     if where:
-        yield _Lever(
+        yield Lever(
             f"flash attention in {several(where)}",
             "torch's scaled_dot_product_attention (need_weights=False in nn.MultiheadAttention) or flash_attention of "
             "flash_train; in flash-train attention=flash",
             0, MODELLED, lambda setup: replace(setup, flash=True),
         )  # fmt: skip
     if breakdown.logits:
-        yield _Lever(
+        yield Lever(
             f"cross-entropy over {CHUNK_ROWS:,} rows at a time",
             "chunked_cross_entropy of flash_train.ops.cross_entropy on the last layer's input; in flash-train "
             "loss=chunked",
@@ -291,13 +137,13 @@ def _modelled(breakdown: Breakdown) -> Iterable[_Lever]:
         )  # fmt: skip
 
 
-def _coarser(precision: str) -> list[_Lever]:
+def _coarser(precision: str) -> list[Lever]:
     coarser = {"32-true": "bf16-mixed", "bf16-mixed": "bf16-true", "16-mixed": "bf16-true"}.get(precision)
     if coarser is None:
         return []
     loses = "" if coarser == "bf16-mixed" else "; small updates of bf16 weights are lost, so watch the loss"
     return [
-        _Lever(
+        Lever(
             f"precision {coarser}",
             f'Trainer(precision="{coarser}"){loses}',
             2,
@@ -307,7 +153,7 @@ def _coarser(precision: str) -> list[_Lever]:
     ]
 
 
-def _fewer_rows(search: _Search, rows: int | None, accumulate: int, *, validation: bool) -> list[_Lever]:
+def _fewer_rows(search: Search, rows: int | None, accumulate: int, *, validation: bool) -> list[Lever]:
     """The largest share of the rows that fits, by a line through two predictions, confirmed; or half of them."""
     if rows is None or rows < 2:
         search.left_out.append(
@@ -324,7 +170,7 @@ def _fewer_rows(search: _Search, rows: int | None, accumulate: int, *, validatio
     left, times = rows // chosen, accumulate * (1 if validation else chosen)
     what = f"{left} row{'s' if left > 1 else ''} instead of {rows}"
     return [
-        _Lever(
+        Lever(
             f"validation on {what}" if validation else f"{what}, {times} accumulated",
             "the validation DataLoader's batch_size" if validation
             else "the DataLoader's batch_size, and Trainer(accumulate_grad_batches=...): the same rows an update",
@@ -333,7 +179,7 @@ def _fewer_rows(search: _Search, rows: int | None, accumulate: int, *, validatio
     ]  # fmt: skip
 
 
-def _largest_share(search: _Search, rows: int, accumulate: int, shares: list[int]) -> int:
+def _largest_share(search: Search, rows: int, accumulate: int, shares: list[int]) -> int:
     def peak(share: int) -> int:
         setup = replace(search.base, rows=rows // share, accumulate=accumulate * share)
         return search.outcome(setup).peak

@@ -172,6 +172,7 @@ class Recorder(LiveBytes):
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        before = len(self._events)
         results = super().__torch_dispatch__(operator, types, args, kwargs)
         if self.error is None and self._phase != "optimizer":
             try:
@@ -182,6 +183,9 @@ class Recorder(LiveBytes):
                 self._calls.observe(operator)
                 self._scores.observe(operator, args, results)
                 self._logits.observe(operator, args, results)
+                for _, block, born in self._events[before:]:
+                    if born and block.category == "workspaces":
+                        self._scores.adopt(block, args)
             except Exception as error:
                 self.error = error
         return results

@@ -79,6 +79,12 @@ class ScoreFinder:
                 if name in _SOFTMAXES:
                     self._softmax(args, outputs)
 
+    def adopt(self, block: Block, args: tuple[Any, ...]) -> None:
+        """What the operator of these arguments took inside itself: for scores, it is theirs."""
+        known = next((self._groups[x] for tensor in flat(args) if (x := self._find(tensor)) in self._groups), None)
+        if known is not None:
+            self._join(known, block, "gradient")
+
     def _product(self, a: Block | None, b: Block | None, *, outputs: list[Block]) -> None:
         if any(block is not None and self.is_weight(block) for block in (a, b)):
             return
