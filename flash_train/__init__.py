@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from flash_train.diagnostics.oom import OOMExplainer
     from flash_train.diagnostics.peak import measured_peak
     from flash_train.diagnostics.probe import MemoryProbe, probe_memory
+    from flash_train.diagnostics.snapshot_callback import MemorySnapshot
+    from flash_train.diagnostics.snapshot_page import write_snapshot_page
     from flash_train.diagnostics.speed import SpeedMonitor
     from flash_train.memory.advice import memory_advice
     from flash_train.memory.predict import predict_peak
@@ -35,6 +37,7 @@ __all__ = [
     "Mask",
     "MemoryMonitor",
     "MemoryProbe",
+    "MemorySnapshot",
     "OOMExplainer",
     "Score",
     "SelfAttention",
@@ -49,6 +52,7 @@ __all__ = [
     "merge",
     "predict_peak",
     "probe_memory",
+    "write_snapshot_page",
 ]
 
 _MODULES = {
@@ -58,6 +62,7 @@ _MODULES = {
     "Mask": "ops.features",
     "MemoryMonitor": "diagnostics.memory",
     "MemoryProbe": "diagnostics.probe",
+    "MemorySnapshot": "diagnostics.snapshot_callback",
     "OOMExplainer": "diagnostics.oom",
     "Score": "ops.features",
     "SelfAttention": "modules.attention",
@@ -72,6 +77,7 @@ _MODULES = {
     "merge": "ops.partials",
     "predict_peak": "memory.predict",
     "probe_memory": "diagnostics.probe",
+    "write_snapshot_page": "diagnostics.snapshot_page",
 }
 
 

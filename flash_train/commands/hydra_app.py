@@ -1,6 +1,7 @@
 """From a command line to plain values: composing, error messages in one sentence, and one process per job of a sweep.
 
-Every console script is a task (plain configuration, run folder, overrides) -> exit code, handed to `launch`.
+Every console script but flash-snapshot is a task (plain configuration, run folder, overrides) -> exit code, handed to
+`launch`.
 Nothing here imports torch: help, completion and a misspelled key are answered at once.
 """
 
