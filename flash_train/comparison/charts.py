@@ -60,7 +60,8 @@ def memory_chart(
     exponents: Mapping[str, float | None],
     profiled: bool = False,
 ) -> Figure:
-    """Peak allocated memory against T on log axes; a cross at the device's memory where an arm ran out of it.
+    """Peak allocated memory against T on log axes, what was predicted as a dotted line; a cross at the device's memory
+    where an arm ran out of it.
 
     `profiled`: the peaks are those of one profiled step, and the axis says so.
     """
@@ -71,9 +72,14 @@ def memory_chart(
             points = [(cell.length, cell.peak_allocated_bytes) for cell in cells if cell.arm == arm]
             drawn = [(length, peak) for length, peak in points if peak]
             axes.plot(*_columns(drawn), **look.line(), **look.points(), label=_grown(arm, exponents.get(arm)))
+            predicted = [(cell.length, cell.predicted_peak_bytes) for cell in cells if cell.arm == arm]
+            foreseen = [(length, peak) for length, peak in predicted if peak]
+            axes.plot(*_columns(foreseen), color=look.colour, linestyle=":", linewidth=1.2)
             lost = [(cell.length, limit) for cell in cells if cell.arm == arm and cell.status == "oom"]
             axes.plot(*_columns(lost), "x", color=look.colour, markersize=12, markeredgewidth=3)
         exhausted = any(cell.status == "oom" for cell in cells)
+        if any(cell.predicted_peak_bytes for cell in cells):
+            axes.plot([], [], ":", color=_GREY, linewidth=1.2, label="predicted before the run")
         if exhausted:
             axes.plot([], [], "x", color=_GREY, markersize=9, markeredgewidth=2.5, label="ran out of memory")
         if device_memory and (exhausted or max(peaks, default=0) > limit / 8):

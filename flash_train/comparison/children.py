@@ -56,6 +56,10 @@ class Children:
             fixed.append(f"schedule.warmup_steps={min(warmup, self.settings.steps // 2)}")
         if self.config["callbacks"].get("checkpoint") is not None:
             fixed.append("callbacks.checkpoint=null")
+        if run.repeat > 1 or not run.measured:
+            memory = self.config["callbacks"].get("memory")
+            if memory is not None and "predict" in memory:
+                fixed.append("callbacks.memory.predict=false")  # the first repeat's prediction is theirs
         return self._job(str(run), TRAIN, self.folder / "runs" / run.name, [*fixed, *self._wandb_overrides(run)])
 
     def gradient_job(self) -> Job:

@@ -11,6 +11,7 @@ from statistics import median
 from typing import Any
 
 from flash_train.comparison.plan import Run
+from flash_train.memory.sizes import error_percent
 
 PHASES = ("forward", "backward", "optimizer", "validation")
 
@@ -31,6 +32,8 @@ class Row:
     or the device asks of it, `error` says what); invalid (it ran, but not as the implementation that was asked for,
     `error` says why); failed (crashed, `error` says how).
     `memory_source`: allocator (the highest of all steps), or on a CPU profiler (the live tensors of one probed step).
+    `predicted_peak_bytes`: of a training step, before the first one; `prediction_refusal` says why there is none. Its
+    error is against the highest peak of training: validation, which may peak above it, is not predicted.
     """
 
     arm: str
@@ -44,6 +47,9 @@ class Row:
     memory_source: str | None
     peak_allocated_bytes: int | None
     peak_reserved_bytes: int | None
+    predicted_peak_bytes: int | None
+    prediction_error_percent: float | None
+    prediction_refusal: str | None
     forward_peak_allocated_bytes: int | None
     backward_peak_allocated_bytes: int | None
     optimizer_peak_allocated_bytes: int | None
@@ -64,6 +70,16 @@ class Row:
     @property
     def name(self) -> str:
         return str(Run(arm=self.arm, length=self.length, repeat=self.repeat))
+
+    @property
+    def training_peak_bytes(self) -> int | None:
+        """The highest of what is predicted: of all but validation."""
+        phases = (
+            self.forward_peak_allocated_bytes,
+            self.backward_peak_allocated_bytes,
+            self.optimizer_peak_allocated_bytes,
+        )
+        return max((phase for phase in phases if phase), default=self.peak_allocated_bytes)
 
 
 def row_from_result(run: Run, result: dict[str, Any], *, seconds: float, folder: str) -> Row:
@@ -88,6 +104,9 @@ def row_from_result(run: Run, result: dict[str, Any], *, seconds: float, folder:
         memory_source=memory.get("source"),
         peak_allocated_bytes=memory.get("peak_allocated_bytes"),
         peak_reserved_bytes=memory.get("peak_reserved_bytes"),
+        predicted_peak_bytes=memory.get("predicted_bytes"),
+        prediction_error_percent=memory.get("prediction_error_percent"),
+        prediction_refusal=memory.get("prediction_refusal"),
         forward_peak_allocated_bytes=phases.get("forward"),
         backward_peak_allocated_bytes=phases.get("backward"),
         optimizer_peak_allocated_bytes=phases.get("optimizer"),
@@ -148,7 +167,10 @@ def unequal_starts(rows: Iterable[Row]) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """All repeats of an implementation at a length: the largest peak, the median speed and the range around it."""
+    """All repeats of an implementation at a length: the largest peak, the median speed and the range around it.
+
+    A peak is predicted once, also of what then runs out of memory; its error is that of the largest measured one.
+    """
 
     arm: str
     length: int
@@ -156,6 +178,8 @@ class Cell:
     error: str | None
     peak_allocated_bytes: int | None
     peak_reserved_bytes: int | None
+    predicted_peak_bytes: int | None
+    prediction_error_percent: float | None
     tokens_per_second: float | None
     slowest: float | None
     fastest: float | None
@@ -177,6 +201,8 @@ def _cell(group: Sequence[Row]) -> Cell:
     good = [row for row in group if row.status == "ok"] if worst.status == "ok" else []
     speeds = [row.tokens_per_second for row in good if row.tokens_per_second is not None]
     times = [row.step_ms for row in good if row.step_ms is not None]
+    predicted = next((row.predicted_peak_bytes for row in group if row.predicted_peak_bytes), None)
+    measured = max((row.training_peak_bytes or 0 for row in good), default=0)
     return Cell(
         arm=worst.arm,
         length=worst.length,
@@ -184,6 +210,8 @@ def _cell(group: Sequence[Row]) -> Cell:
         error=worst.error,
         peak_allocated_bytes=max((row.peak_allocated_bytes or 0 for row in good), default=0) or None,
         peak_reserved_bytes=max((row.peak_reserved_bytes or 0 for row in good), default=0) or None,
+        predicted_peak_bytes=predicted,
+        prediction_error_percent=error_percent(predicted, measured) if predicted and measured else None,
         tokens_per_second=median(speeds) if speeds else None,
         slowest=min(speeds, default=None),
         fastest=max(speeds, default=None),

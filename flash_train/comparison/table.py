@@ -9,29 +9,39 @@ from rich.table import Table
 from flash_train.comparison.plan import REFERENCE
 from flash_train.comparison.results import Cell
 from flash_train.comparison.text import human_bytes, human_count, human_ratio
+from flash_train.memory.sizes import human_error
 
 _STATUS = {"oom": "OOM"}
+_PREDICTION = ("predicted", "error")
 
 
 def columns(cells: Sequence[Cell]) -> list[str]:
-    """The headings; reserved memory only where an allocator reserves any."""
-    reserved = ["reserved"] if _reserves(cells) else []
-    return ["T", "attention", "peak", *reserved, f"of {REFERENCE}", "tokens/s", f"x {REFERENCE}", "loss"]
+    """The headings; reserved memory only where an allocator reserves any, predictions only where there are any."""
+    memory = ["peak", *(["reserved"] if _reserves(cells) else []), *(_PREDICTION if _predicts(cells) else [])]
+    return ["T", "attention", *memory, f"of {REFERENCE}", "tokens/s", f"x {REFERENCE}", "loss"]
 
 
 def body(cells: Sequence[Cell]) -> list[list[str]]:
     """One line of text per cell, in the order of `columns`; an arm that was not measured says why instead."""
     references = {cell.length: cell for cell in cells if cell.arm == REFERENCE}
-    return [_line(cell, references.get(cell.length), reserved=_reserves(cells)) for cell in cells]
+    reserves, predicts = _reserves(cells), _predicts(cells)
+    return [_line(cell, references.get(cell.length), reserves=reserves, predicts=predicts) for cell in cells]
 
 
 def print_table(cells: Sequence[Cell], console: Console) -> None:
-    """The table in a terminal, a rule between one length and the next. It is never cut: what is no terminal, or a
-    narrow one, gets the table's own width, and reserved memory stays in the files to keep that under 80 characters.
+    """The table in a terminal, a rule between one length and the next; predictions in one of their own. It is never
+    cut: what is no terminal, or a narrow one, gets the table's own width, and reserved memory stays in the files to
+    keep that under 80 characters.
     """
+    _print(cells, console, [heading for heading in columns(cells) if heading not in ("reserved", *_PREDICTION)])
+    if _predicts(cells):
+        _print(cells, console, ["T", "attention", "predicted", "peak", "error"], title="Predicted and measured peaks")
+
+
+def _print(cells: Sequence[Cell], console: Console, wanted: Sequence[str], *, title: str | None = None) -> None:
     headings = columns(cells)
-    shown = [index for index, heading in enumerate(headings) if heading != "reserved"]
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    shown = [headings.index(heading) for heading in wanted]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
     for index in shown:
         side = "left" if headings[index] == "attention" else "right"
         table.add_column(headings[index], justify=side, no_wrap=True)
@@ -46,13 +56,17 @@ def _reserves(cells: Sequence[Cell]) -> bool:
     return any(cell.peak_reserved_bytes for cell in cells)
 
 
-def _line(cell: Cell, reference: Cell | None, *, reserved: bool) -> list[str]:
-    head = [f"{cell.length}", cell.arm]
+def _predicts(cells: Sequence[Cell]) -> bool:
+    return any(cell.predicted_peak_bytes for cell in cells)
+
+
+def _line(cell: Cell, reference: Cell | None, *, reserves: bool, predicts: bool) -> list[str]:
+    head, error = [f"{cell.length}", cell.arm], cell.prediction_error_percent
+    predicted = [_bytes(cell.predicted_peak_bytes), "-" if error is None else human_error(error)] if predicts else []
     if cell.status != "ok":
-        return [*head, _STATUS.get(cell.status, cell.status), *["" for _ in range(4 + reserved)]]
-    memory = [human_bytes(cell.peak_allocated_bytes)] if cell.peak_allocated_bytes else ["-"]
-    if reserved:
-        memory.append(human_bytes(cell.peak_reserved_bytes) if cell.peak_reserved_bytes else "-")
+        reserved = [""] if reserves else []
+        return [*head, _STATUS.get(cell.status, cell.status), *reserved, *predicted, *["" for _ in range(4)]]
+    memory = [_bytes(cell.peak_allocated_bytes), *([_bytes(cell.peak_reserved_bytes)] if reserves else []), *predicted]
     share = speed = "-"
     if reference and reference.peak_allocated_bytes and cell.peak_allocated_bytes:
         share = f"{100 * cell.peak_allocated_bytes / reference.peak_allocated_bytes:.0f} %"
@@ -61,3 +75,7 @@ def _line(cell: Cell, reference: Cell | None, *, reserved: bool) -> list[str]:
     tokens = human_count(cell.tokens_per_second) if cell.tokens_per_second else "-"
     loss = f"{cell.last_loss:.4f}" if cell.last_loss is not None else "-"
     return [*head, *memory, share, tokens, speed, loss]
+
+
+def _bytes(size: int | None) -> str:
+    return human_bytes(size) if size else "-"

@@ -9,6 +9,7 @@ from flash_train.comparison.growth import growth_exponent
 from flash_train.comparison.plan import REFERENCE
 from flash_train.comparison.results import Cell, Row, unequal_starts
 from flash_train.comparison.text import human_bytes, human_count, human_ratio
+from flash_train.memory.sizes import human_error
 
 SUBJECT = "flash"
 NOTICEABLE = 1.05
@@ -81,6 +82,7 @@ def conclude(
             "records them; that step does not count for the speed."
         )
     notes += _growth(exponents, micro_batch_tokens)
+    notes += _predictions(rows, cells)
     return Verdict(
         sentence=unequal[0] if unequal else sentence,
         notes=tuple(notes),
@@ -121,6 +123,23 @@ def _growth(exponents: dict[str, float | None], micro_batch_tokens: int | None) 
             "many rows: what grows as T^2 in a row grows as T here, and what grows as T stays level."
         )
     return [told]
+
+
+def _predictions(rows: Sequence[Row], cells: Sequence[Cell]) -> list[str]:
+    """How far the predicted peaks are off at most, and what was not predicted, each reason once."""
+    known = [cell for cell in cells if cell.prediction_error_percent is not None]
+    told = []
+    if known:
+        worst = max(known, key=lambda cell: abs(cell.prediction_error_percent or 0))
+        told.append(
+            f"Peaks were predicted before the first step, as of an eager one; the furthest off is {worst.arm}'s at "
+            f"T={worst.length}, by {human_error(worst.prediction_error_percent or 0)}."
+        )
+    reasons: dict[str, dict[str, None]] = {}
+    for row in rows:
+        if row.prediction_refusal and row.status != "refused":  # for the same reason
+            reasons.setdefault(row.prediction_refusal, {})[row.arm] = None
+    return told + [f"No peak is predicted for {' and '.join(arms)}: {why}." for why, arms in reasons.items()]
 
 
 def _headline(cells: Sequence[Cell], reference: str | None, subject: str) -> str:

@@ -15,6 +15,9 @@ from flash_train.comparison.results import Cell
 _GIB = 2**30
 _COLUMNS = tuple(field.name for field in fields(Cell))
 _LENGTH = "comparison/sequence_length"
+_METRICS = (
+    "peak_allocated_gib", "peak_reserved_gib", "predicted_peak_gib", "prediction_error_percent", "tokens_per_second",
+)  # fmt: skip
 
 
 def why_unusable() -> str | None:
@@ -72,7 +75,7 @@ def _log_curves(run: Any, cells: Sequence[Cell]) -> None:
     arms = list(dict.fromkeys(cell.arm for cell in cells))
     run.define_metric(_LENGTH)
     for arm in arms:
-        for metric in ("peak_allocated_gib", "peak_reserved_gib", "tokens_per_second", "out_of_memory"):
+        for metric in ("out_of_memory", *_METRICS):
             run.define_metric(f"comparison/{arm}/{metric}", step_metric=_LENGTH)
     for length in sorted({cell.length for cell in cells}):
         values: dict[str, float] = {_LENGTH: length}
@@ -83,18 +86,26 @@ def _log_curves(run: Any, cells: Sequence[Cell]) -> None:
 
 
 def _metrics(cell: Cell) -> dict[str, float]:
-    values = {
-        "peak_allocated_gib": (cell.peak_allocated_bytes or 0) / _GIB,
-        "peak_reserved_gib": (cell.peak_reserved_bytes or 0) / _GIB,
-        "tokens_per_second": cell.tokens_per_second,
-    }
-    measured = {f"comparison/{cell.arm}/{name}": value for name, value in values.items() if value}
+    values = (
+        cell.peak_allocated_bytes and cell.peak_allocated_bytes / _GIB,
+        cell.peak_reserved_bytes and cell.peak_reserved_bytes / _GIB,
+        cell.predicted_peak_bytes and cell.predicted_peak_bytes / _GIB,
+        cell.prediction_error_percent,
+        cell.tokens_per_second,
+    )
+    named = zip(_METRICS, values, strict=True)
+    measured = {f"comparison/{cell.arm}/{name}": value for name, value in named if value is not None}
     return {f"comparison/{cell.arm}/out_of_memory": int(cell.status == "oom"), **measured}
 
 
 def _line_charts(cells: Sequence[Cell]) -> dict[str, Any]:
     """wandb's own charts of what was measured; they have no log axes and no crosses, so the pictures go with them."""
     peaks = [(cell.arm, cell.length, cell.peak_allocated_bytes / _GIB) for cell in cells if cell.peak_allocated_bytes]
+    peaks += [
+        (f"{cell.arm}, predicted", cell.length, cell.predicted_peak_bytes / _GIB)
+        for cell in cells
+        if cell.predicted_peak_bytes
+    ]
     speeds = [(cell.arm, cell.length, cell.tokens_per_second) for cell in cells if cell.tokens_per_second]
     charts = {}
     if peaks:

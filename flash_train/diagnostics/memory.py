@@ -14,6 +14,9 @@ from torch.optim import Optimizer
 from flash_train.diagnostics.ledger import ledger_of
 from flash_train.diagnostics.meters import AllocatorMeter, Meter, ProfilerMeter
 from flash_train.diagnostics.monitor import Monitor, highest, never_raises, step_is_complete, step_of
+from flash_train.diagnostics.prediction import predict_step
+from flash_train.memory.predict import Prediction
+from flash_train.memory.sizes import error_percent
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +29,8 @@ class MemoryMonitor(Monitor):
 
     `memory/peak_allocated_gib` and `memory/peak_reserved_gib` since the last log step, whatever ran in it;
     `memory/{forward,backward,optimizer,validation}/peak_allocated_gib` of each phase in it;
-    `memory/alloc_retries` since training began (each emptied the allocator's cache, and was slow).
+    `memory/alloc_retries` since training began (each emptied the allocator's cache, and was slow);
+    with `predict`, `memory/predicted_gib`, which the peak of the training steps should be.
 
     On an accelerator the peaks are the allocator's, of every step, without synchronisation. On a CPU they are the live
     tensor bytes of one step and of one validation batch (see `cpu_peak`), logged from then on; `result()["source"]` is
@@ -43,17 +47,21 @@ class MemoryMonitor(Monitor):
         phases_every_n_steps: on an accelerator, measure phases in every n-th step. The counters cost some 0.2 ms of
             the host's time per micro-batch, which a step of a few milliseconds may feel; the peak of the window needs
             none of them.
+        predict: before the first step, predict its peak (see `predict_peak`): a second or two in which a copy of the
+            module takes that step on fake tensors, so its `training_step` is called once more. What cannot be
+            predicted is said once, with the reason.
     """
 
-    numbers = ("allocated", "reserved", *PHASES, "step", "retries")
+    numbers = ("allocated", "reserved", *PHASES, "step", "retries", "predicted")
 
-    def __init__(self, *, probe_step: int = 2, phases_every_n_steps: int = 1) -> None:
+    def __init__(self, *, probe_step: int = 2, phases_every_n_steps: int = 1, predict: bool = False) -> None:
         if probe_step < 0:
             raise ValueError(f"probe_step counts steps from 0, got {probe_step}: leave it out for the third step.")
         if phases_every_n_steps < 1:
             raise ValueError(f"phases_every_n_steps must be at least 1, got {phases_every_n_steps}: 1 is every step.")
         self._probe_step = probe_step
         self._phases_every = phases_every_n_steps
+        self._predicts = predict
         super().__init__()
 
     def _start_over(self) -> None:
@@ -64,6 +72,9 @@ class MemoryMonitor(Monitor):
         self._in_step = False
         self._outside_resets = 0
         self._highest: dict[str, int] = {}
+        self._to_predict = self._predicts
+        self.prediction: Prediction | None = None
+        self._refusal: str | None = None
 
     def result(self) -> dict[str, Any]:
         """The whole run so far, in bytes, the highest of all ranks; None for what was not measured."""
@@ -78,6 +89,23 @@ class MemoryMonitor(Monitor):
             "phases": phases,
             "alloc_retries": self._highest.get("retries", 0),
             "outside_resets": self._outside_resets,
+            **self._predicted(),
+        }
+
+    def _predicted(self) -> dict[str, Any]:
+        prediction = self.prediction
+        if prediction is None:
+            phases, error = None, None
+        else:
+            phases = {name: peak.size + prediction.cublas for name, peak in prediction.phases.items()}
+            # Validation is not predicted, and may peak above training.
+            measured = max(self._highest.get(name, 0) for name in ("forward", "backward", "optimizer", "step"))
+            error = error_percent(prediction.peak, measured) if measured else None
+        return {
+            "predicted_bytes": None if prediction is None else prediction.peak,
+            "predicted_phases": phases,
+            "prediction_error_percent": error,
+            "prediction_refusal": self._refusal,
         }
 
     def disturbs_timing(self, step: int) -> bool:
@@ -128,6 +156,9 @@ class MemoryMonitor(Monitor):
 
     @never_raises
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._to_predict:
+            self._to_predict = False
+            self._predict(trainer, pl_module, batch)
         if self._meter is None:
             return
         if not self._in_step:
@@ -144,6 +175,13 @@ class MemoryMonitor(Monitor):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         if pl_module.automatic_optimization:
             self._enter("optimizer")
+
+    def _predict(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> None:
+        try:
+            self.prediction = predict_step(trainer, pl_module, batch)
+        except Exception as error:  # whatever a foreign module does on fake tensors
+            self._refusal = (str(error).strip() or type(error).__name__).splitlines()[0]
+            logger.warning("No peak memory is predicted: %s", self._refusal)
 
     def _enter(self, phase: str) -> None:
         if self._meter is not None:
@@ -197,11 +235,12 @@ class MemoryMonitor(Monitor):
     # Numbers
 
     def _collect(self, trainer: Trainer, *, final: bool) -> Mapping[str, float]:
+        predicted = {} if self.prediction is None else {"predicted": self.prediction.peak}
         if self._meter is None:
-            return {}
+            return predicted
         if isinstance(self._meter, AllocatorMeter):
             self._outside_resets = self._meter.outside_resets
-        return self._meter.collect()
+        return self._meter.collect() | predicted
 
     def _combine(self, numbers: Mapping[str, list[float]]) -> dict[str, float]:
         window = {name: int(value) for name in numbers if (value := highest(numbers[name])) is not None}
@@ -213,6 +252,8 @@ class MemoryMonitor(Monitor):
         for phase in (*PHASES, "step"):
             if phase in window:
                 metrics[f"memory/{phase}/peak_allocated_gib"] = window[phase] / GIB
+        if "predicted" in window:
+            metrics["memory/predicted_gib"] = window["predicted"] / GIB
         if "retries" in window:
             metrics["memory/alloc_retries"] = float(window["retries"])
         return metrics

@@ -163,15 +163,16 @@ def _additive(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
 # What kernels allocate for themselves
 
 
-def inside(capability: tuple[int, int]) -> Callable[[Any, tuple[Any, ...], Mapping[str, Any], Any], int]:
-    """`LiveBytes`'s `inside` for a GPU of that compute capability.
+def inside(capability: tuple[int, int] | None) -> Callable[[Any, tuple[Any, ...], Mapping[str, Any], Any], int]:
+    """`LiveBytes`'s `inside` for a GPU of that compute capability; None: for a CPU.
 
     An operator of anybody's may declare its own: a plain attribute `workspace_bytes` of the torch.ops overload, called
     with (capability, *arguments).
     """
 
     def bytes_inside(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], results: Any) -> int:
-        declared = _INSIDE.get(operator) or getattr(operator, "workspace_bytes", None)
+        rule = None if capability is None else _INSIDE.get(operator)
+        declared = rule or getattr(operator, "workspace_bytes", None)
         return 0 if declared is None else declared(capability, *args, **kwargs)
 
     return bytes_inside

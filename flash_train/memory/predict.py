@@ -97,7 +97,7 @@ class Predictor:
 
     def __call__(self, batch: Any) -> Prediction:
         card = self._card
-        live: Callable[[nn.Module], LiveBytes] = partial(LiveBytes, inside=inside(card.capability) if card else None)
+        live: Callable[[nn.Module], LiveBytes] = partial(LiveBytes, inside=inside(card.capability if card else None))
         with self._rules():
             counted = self._step.take(batch, live)
         requested = max(peak.size for peak in counted.peaks().values())

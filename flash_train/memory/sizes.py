@@ -29,3 +29,13 @@ def human_bytes(number: float, *, digits: int = 3) -> str:
         size, unit = size / 1024, unit + 1
     decimals = max(0, digits - len(str(int(abs(size))))) if unit else 0
     return f"{size:.{decimals}f} {_WRITTEN[unit]}"
+
+
+def error_percent(predicted: float, measured: float) -> float:
+    """How far a prediction is off, in per cent of what was measured: above 0 where it is too high."""
+    return 100 * (predicted - measured) / measured
+
+
+def human_error(percent: float) -> str:
+    """An error in per cent, with its sign: -0.02 %."""
+    return f"{percent:+.2f} %"

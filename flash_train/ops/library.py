@@ -21,7 +21,7 @@ from flash_train.ops.double_backward import tiled_double_backward
 from flash_train.ops.features import SCHEMA, Terms, unpack
 from flash_train.ops.kernels.again import repeat
 from flash_train.ops.tiled import tiled_attention, tiled_attention_backward
-from flash_train.ops.workspace import backward_workspace
+from flash_train.ops.workspace import backward_workspace, forward_workspace
 
 _log = logging.getLogger(__name__)
 _library = torch.library.Library("flash_train", "DEF")
@@ -40,6 +40,7 @@ for _schema in (
 attention = torch.ops.flash_train.attention.default
 attention_backward = torch.ops.flash_train.attention_backward.default
 attention_double_backward = torch.ops.flash_train.attention_double_backward.default
+attention.workspace_bytes = forward_workspace  # pyright: ignore[reportAttributeAccessIssue]
 attention_backward.workspace_bytes = backward_workspace  # pyright: ignore[reportAttributeAccessIssue]
 
 

@@ -21,6 +21,7 @@ SHOWN = {  # name of a metric: label and format
     "validation/bits_per_byte": ("validation bits per byte", "{:.4f}"),
     "speed/tokens_per_second": ("tokens/s", "{:,.0f}"),
     "memory/peak_allocated_gib": ("peak", "{:.3g} GiB"),
+    "memory/predicted_gib": ("predicted peak", "{:.3g} GiB"),
 }
 LIVE = ("train/loss", "speed/tokens_per_second", "memory/peak_allocated_gib")
 

@@ -134,6 +134,17 @@ def test_crashes_and_substitutes_are_problems_that_stand_beside_the_verdict():
     assert verdict.sentence == "There is no length at which naive and flash were both measured."
 
 
+def test_the_worst_prediction_is_told_and_each_reason_against_one_once():
+    none = {"peak_allocated_bytes": 10, "prediction_refusal": "it asks for values"}
+    rows = [row(arm, length, memory=none) for arm in ("naive", "sdpa") for length in (37, 74)]
+    refused = row("triton", 37, status="refused", error="it asks for values", memory=none)
+    off = row("flash", 37, memory={"peak_allocated_bytes": 100, "predicted_bytes": 93})
+    made = [*rows, refused, row("flash", 74), off]
+    notes = [note for note in conclude(made, cells(made), []).notes if "predicted" in note]
+    assert notes[0].endswith("the furthest off is flash's at T=37, by -7.00 %.")
+    assert notes[1:] == ["No peak is predicted for naive and sdpa: it asks for values."]
+
+
 @pytest.mark.parametrize("exponent", [1.0, 2.0])
 def test_the_growth_exponent_sees_through_a_fixed_part(exponent: float):
     lengths = (128, 256, 512)

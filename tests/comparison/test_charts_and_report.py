@@ -50,6 +50,16 @@ def test_out_of_memory_is_a_cross_at_the_devices_memory_on_log_axes(rows: list[R
     assert curves == {"naive, ~ T$^{1.9}$": [37], "sdpa": [37, 74], "flash": [37, 74]}
 
 
+def test_the_prediction_is_a_line_that_goes_on_where_memory_ended():
+    predicted = {"peak_allocated_bytes": None, "predicted_bytes": 4 * CARD}
+    made = cells([row("naive", 37), row("naive", 74, status="oom", memory=predicted)])
+    (axes,) = memory_chart(made, setting="a model", device_memory=CARD, exponents={}).axes
+    assert [points(line) for line in axes.lines if line.get_linestyle() == ":" and points(line)] == [
+        [[37, 101 * MIB], [74, 4 * CARD]]
+    ]
+    assert axes.get_ylim()[1] > 4 * CARD
+
+
 def test_peaks_close_together_still_have_an_axis_that_can_be_read():
     near = cells([row("naive", 37, peak=25 * MIB), row("naive", 74, peak=26 * MIB)])
     figure = memory_chart(near, setting="a model", device_memory=CARD, exponents={})

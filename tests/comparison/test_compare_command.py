@@ -76,8 +76,13 @@ def test_one_command_leaves_numbers_charts_and_a_report(flash_compare: Command, 
     printed = capsys.readouterr().out
     assert "OOM" in printed and found["verdict"]["sentence"] in printed
     assert "naive ran out of memory where flash used" in found["verdict"]["sentence"]
-    assert "Peaks on the CPU are of the tensors alive in one step" in found["verdict"]["notes"][-2]
-    assert "Each micro-batch held 148 tokens" in found["verdict"]["notes"][-1]
+    assert "Peaks on the CPU are of the tensors alive in one step" in found["verdict"]["notes"][-3]
+    assert "Each micro-batch held 148 tokens" in found["verdict"]["notes"][-2]
+    assert found["verdict"]["notes"][-1].startswith("Peaks were predicted before the first step, as of an eager one; ")
+    for shown in (printed, (tmp_path / "out" / "report.html").read_text()):
+        assert "predicted" in shown and "+1.00 %" in shown
+    for row in (found["rows"][0], next(csv.DictReader((tmp_path / "out" / "results.csv").read_text().splitlines()))):
+        assert float(row["prediction_error_percent"]) == 1.0 and int(row["predicted_peak_bytes"]) > 0
 
 
 def test_children_share_everything_but_the_arm(flash_compare: Command, tmp_path: Path):
@@ -93,6 +98,8 @@ def test_children_share_everything_but_the_arm(flash_compare: Command, tmp_path:
     assert "trainer.log_every_n_steps=1" in flash  # three steps would leave no curve at the recipe's interval
     assert flash.index("schedule.warmup_steps=1") > flash.index("schedule.warmup_steps=90")
     assert "lengths=[74]" not in flash and "lengths=[74]" in commands["gradients"]
+    assert "callbacks.memory.predict=false" in commands["naive_reversed_T74_1"]  # a peak is predicted once
+    assert "callbacks.memory.predict=false" not in flash
 
 
 def test_an_arm_that_crashes_is_reported_and_the_others_go_on(flash_compare: Command, tmp_path: Path, capsys: Any):
@@ -211,6 +218,10 @@ def test_wandb_gets_one_run_that_holds_the_comparison(flash_compare: Command, tm
         (line["comparison/sequence_length"], line.get("comparison/naive/out_of_memory")) for line in run.history[:3]
     ]
     assert curve == [(37, 0), (74, 0), (148, 1)]
+    assert [line["comparison/flash/prediction_error_percent"] for line in run.history[:3]] == pytest.approx(
+        [1] * 3, abs=0.01
+    )
+    assert run.metrics["comparison/naive/predicted_peak_gib"] == "comparison/sequence_length"
     assert run.summary["comparison/table.nrows"] == 9
     charts = {key.rpartition(".")[2] for key in run.config if key.startswith("_wandb.visualize.")}
     assert charts == {"comparison/peak_memory", "comparison/speed"}
@@ -278,3 +289,19 @@ def test_real_children_train_the_same_model_and_are_judged_without_an_arm_that_d
     assert sorted(run.job_type for run in runs) == ["comparison", "flash", "naive", "sdpa"]
     assert len({run.group for run in runs}) == 1
     assert found["data"] and found["environment"]["torch"]
+    assert max(abs(row["prediction_error_percent"]) for row in (naive, flash)) < 1
+
+
+def test_the_peak_of_every_arm_is_predicted_by_the_run_itself(
+    flash_compare: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    given = ("model=gpt_nano", "arms=[naive,flash]", "lengths=[128]", "steps=4", "loggers=none", "judged_lengths=[]")
+    monkeypatch.setattr(sys, "argv", ["flash-compare", *given, "loss=chunked", "loss.chunk_rows=100", "output=out"])
+    with pytest.raises(SystemExit):
+        compare.main()
+    found = results(tmp_path / "out")
+    for row in found["rows"]:
+        assert abs(row["prediction_error_percent"]) < 1, row["arm"]
+    assert "loss in chunks of 100 rows" in found["setting"]

@@ -38,7 +38,7 @@ def test_documents_reach_every_arm_and_the_truth():
         model = make_model(implementation)
         if implementation == "flash":
             forward = model.forward
-            model.forward = lambda tokens, documents=None: forward(tokens)
+            model.forward = lambda tokens, documents=None, **head: forward(tokens)
         return model
 
     errors = gradient_errors(forgetful, *batch(), implementations=arms, precision="32-true", documents=documents)

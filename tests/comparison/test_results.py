@@ -51,6 +51,18 @@ def test_repeats_become_one_cell_with_the_largest_peak_and_the_median_speed():
     assert cell.peak_allocated_bytes == 4 * MIB
 
 
+def test_the_error_of_a_prediction_is_that_of_the_largest_training_peak_and_validation_is_none():
+    runs = [row("naive", 37, repeat=1, peak=100 * MIB), row("naive", 37, repeat=2, peak=104 * MIB)]
+    (cell,) = cells(runs)
+    assert cell.predicted_peak_bytes == 101 * MIB and cell.prediction_error_percent == pytest.approx(-100 * 3 / 104)
+    phases = {"forward": 40 * MIB, "backward": 50 * MIB, "optimizer": 30 * MIB, "validation": 90 * MIB}
+    memory = {"peak_allocated_bytes": 90 * MIB, "predicted_bytes": 51 * MIB, "phases": phases}
+    (cell,) = cells([row("naive", 37, memory=memory)])
+    assert cell.peak_allocated_bytes == 90 * MIB and cell.prediction_error_percent == pytest.approx(2.0)
+    (cell,) = cells([row("naive", 37, status="oom", memory={"predicted_bytes": 51 * MIB})])
+    assert cell.predicted_peak_bytes == 51 * MIB and cell.prediction_error_percent is None
+
+
 def test_one_repeat_that_ran_out_of_memory_decides_for_the_cell():
     (cell,) = cells([row("naive", 37), row("naive", 37, repeat=2, status="oom")])
     assert cell.status == "oom" and cell.peak_allocated_bytes is None

@@ -55,6 +55,33 @@ def test_on_a_cpu_one_step_is_measured_and_says_so(caplog: pytest.LogCaptureFixt
     assert [step for step in range(9) if monitor.disturbs_timing(step)] == []  # training is over
 
 
+def test_the_prediction_stands_beside_the_measured_peak_and_changes_no_number() -> None:
+    losses, recording = [], RecordingLogger()
+    for predict in (False, True):
+        torch.manual_seed(2)
+        monitor, module = MemoryMonitor(predict=predict), TinyModule()
+        trainer(monitor, logger=recording, accumulate_grad_batches=2).fit(module, batches(8))
+        losses.append(recording.values_of("train/loss")[-1])
+    result = monitor.result()
+    assert abs(result["prediction_error_percent"]) < 1 and result["prediction_refusal"] is None
+    assert result["predicted_bytes"] == max(result["predicted_phases"].values())
+    assert recording.values_of("memory/predicted_gib") == [result["predicted_bytes"] / 2**30] * 2
+    assert losses[0] == losses[1]
+
+
+def test_what_cannot_be_predicted_is_said_once_and_is_trained(caplog: pytest.LogCaptureFixture) -> None:
+    class Counts(TinyModule):
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+            return super().training_step(batch, batch_idx) * int((batch["targets"] > 0).sum())
+
+    monitor = MemoryMonitor(predict=True)
+    trainer(monitor).fit(Counts(), batches(4))
+    result = monitor.result()
+    assert result["predicted_bytes"] is None and result["prediction_error_percent"] is None
+    assert result["prediction_refusal"].startswith("training_step must not depend on the values of tensors, and aten.")
+    assert result["peak_allocated_bytes"] > 0 and caplog.text.count("No peak memory is predicted: training_step") == 1
+
+
 def test_a_small_run_after_a_big_one_starts_from_clean_peaks() -> None:
     def peak_of(width: int) -> int:
         monitor = MemoryMonitor()
@@ -236,7 +263,7 @@ def test_the_highest_rank_is_what_counts() -> None:
 
 
 @pytest.mark.parametrize("settings", [{"probe_step": -1}, {"phases_every_n_steps": 0}])
-def test_settings_outside_their_range_are_refused(settings: dict[str, int]) -> None:
+def test_settings_outside_their_range_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(settings))} .* got {next(iter(settings.values()))}"):
         MemoryMonitor(**settings)
 
