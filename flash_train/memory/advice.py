@@ -25,7 +25,7 @@ class Advisory:
     """Bytes that torch's allocator may have."""
     advice: tuple[Advice, ...]
     """Best first: what fits, by what it costs (nothing, time, other numbers) and by what it saves; then the rest by
-    what it saves. Where nothing fits alone, the changes that do together come first."""
+    what it saves. Changes that fit together come before all, where what fits alone costs more, or nothing does."""
     left_out: tuple[str, ...]
     """What was not predicted, and why."""
 

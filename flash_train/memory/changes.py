@@ -142,12 +142,17 @@ class Search:
         return outcome.phases["optimizer"] if self._phase == "optimizer" else outcome.peak
 
     def _together(self, levers: list[Lever]) -> list[Advice]:
-        """The fewest and cheapest levers that fit together, where none does alone; all of them, if not even those."""
+        """The fewest and cheapest that fit together, where one that fits alone costs more, or none does; all of them,
+        if not even those do."""
         try:
-            if self._limit is None or len(levers) < 2 or any(self._judge([lever])[0].fits for lever in levers):
+            if self._limit is None:
+                return []
+            cost = min((lever.cost for lever in levers if self._judge([lever])[0].fits), default=3)
+            cheaper = sorted((lever for lever in levers if lever.cost < cost), key=lambda lever: lever.cost)
+            if len(cheaper) < 2:
                 return []
             chosen: list[Lever] = []
-            for lever in sorted(levers, key=lambda lever: lever.cost):
+            for lever in cheaper:
                 chosen.append(lever)
                 if self._judge(chosen)[0].fits:
                     break
@@ -155,7 +160,8 @@ class Search:
                 fewer = [other for other in chosen if other is not lever]
                 if self._judge(fewer)[0].fits:
                     chosen = fewer
-            return [self._judge(chosen)[0]]
+            advice, _ = self._judge(chosen)
+            return [advice] if advice.fits or cost == 3 else []
         except Exception as error:
             self.left_out.append(f"several changes together: {error}")
             return []

@@ -28,6 +28,23 @@ def named(advisory: Advisory, start: str) -> Advice:
     return next(advice for advice in advisory.advice if advice.change.startswith(start) and " + " not in advice.change)
 
 
+class Wide(Language):
+    """With a large vocabulary."""
+
+    def __init__(self, implementation: str) -> None:
+        super().__init__(implementation)
+        self.wide = nn.Linear(101, 4001)
+
+    def training_step(self, batch: dict[str, Tensor]) -> Tensor:
+        logits = self.wide(self.model(batch["inputs"]).flatten(0, 1))
+        return nn.functional.cross_entropy(logits, batch["targets"].flatten())
+
+
+@pytest.fixture(scope="module")
+def wide() -> Advisory:
+    return advise(Wide("naive"), tokens(8, 512))
+
+
 @pytest.fixture(scope="module")
 def naive() -> Advisory:
     return advise(Language("naive"))
@@ -96,6 +113,16 @@ def test_where_nothing_fits_alone_the_fewest_changes_that_do_together_come_first
     assert hopeless.fits is False and hopeless.change.count(" + ") >= first.change.count(" + ")
 
 
+def test_changes_that_cost_nothing_go_together_before_one_that_costs(wide: Advisory) -> None:
+    both = wide.breakdown.both_save
+    assert both is not None
+    left = wide.breakdown.peak.measured - both.peak
+    first, second, *_ = advise(Wide("naive"), tokens(8, 512), limit=round(1.05 * left)).advice
+    assert first.fits and first.saves == both.peak and first.basis == "modelled"
+    assert first.change.startswith(("cross-entropy over 2,048 rows at a time + flash", "flash attention in"))
+    assert second.fits and second.basis == "re-run"
+
+
 def test_what_cannot_be_changed_is_said_with_the_reason_and_so_is_want_of_time() -> None:
     class Picky(nn.Linear):
         def training_step(self, batch: Tensor) -> Tensor:
@@ -117,16 +144,7 @@ def test_a_recorded_step_gives_what_is_modelled_without_another(naive: Advisory)
 
 
 def test_after_flash_the_logits_are_the_next_culprit() -> None:
-    class Large(Language):
-        def __init__(self) -> None:
-            super().__init__("flash")
-            self.wide = nn.Linear(101, 4001)
-
-        def training_step(self, batch: dict[str, Tensor]) -> Tensor:
-            logits = self.wide(self.model(batch["inputs"]).flatten(0, 1))
-            return nn.functional.cross_entropy(logits, batch["targets"].flatten())
-
-    advisory = advise(Large(), tokens(32, 256))
+    advisory = advise(Wide("flash"), tokens(32, 256))
     assert list(advisory.breakdown.peak.culprits)[0] == "logits and their loss"
     assert named(advisory, "cross-entropy over 2,048 rows at a time").basis == "modelled"
 

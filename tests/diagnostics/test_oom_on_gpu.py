@@ -1,0 +1,227 @@
+"""A GPU's memory really runs out, in each phase: the explanation is right, and the best advice keeps its word."""
+
+import gc
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from tiny_training import trainer
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
+
+from flash_train.diagnostics.explanation import Explanation
+from flash_train.diagnostics.oom import OOMExplainer
+from flash_train.memory.cards import Card
+from flash_train.memory.predict import Prediction, predict_peak
+from flash_train.models.gpt import GPT
+from flash_train.ops.cross_entropy import chunked_cross_entropy
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
+]
+
+V, T, ROWS = 50304, 2048, 4
+
+
+class Trained(pl.LightningModule):
+    """A GPT, with whatever an advice asks for."""
+
+    def __init__(
+        self, *, implementation: str = "naive", checkpointing: str = "none", chunked: bool = False, fused: bool = False,
+        width: int = 512, depth: int = 4,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.chunked, self.fused = chunked, fused
+        self.model = GPT(vocabulary_size=V, context_length=T, width=width, depth=depth, heads=8, positions="rotary",
+                         implementation=implementation, checkpointing=checkpointing)  # fmt: skip
+        self.hidden: Tensor | None = None
+        if chunked:
+            self.model.final_norm.register_forward_hook(self._keep)
+            # What the head would make of all rows, nobody asks for.
+            self.model.final_norm.register_forward_hook(lambda module, inputs, output: output[:, :1])
+
+    def _keep(self, module: Any, inputs: Any, output: Tensor) -> None:
+        self.hidden = output
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        logits = self.model(batch)
+        if not self.chunked:
+            return cross_entropy(logits.flatten(0, 1).float(), batch.flatten())
+        hidden, self.hidden = self.hidden, None
+        assert hidden is not None
+        head = self.model.token_embedding if self.model.head is None else self.model.head
+        return chunked_cross_entropy(hidden, head.weight, batch)  # pyright: ignore[reportArgumentType]
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), fused=True if self.fused else None)
+
+
+class Counting(pl.Callback):
+    """How many blocks the allocator had given out when the exception came by here."""
+
+    given: int = 0
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self.given = torch.cuda.memory_stats()["allocation.all.allocated"]
+
+
+@pytest.fixture(autouse=True)
+def whole_gpu() -> Iterator[None]:
+    clean()
+    yield
+    clean()
+
+
+def clean() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def card() -> Card:
+    properties = torch.cuda.get_device_properties(0)
+    return Card("", properties.total_memory, (properties.major, properties.minor))
+
+
+def tokens(rows: int) -> Any:
+    return DataLoader(torch.randint(V, (3 * rows, T)), batch_size=rows)  # pyright: ignore[reportArgumentType]
+
+
+def limit_to(size: int) -> None:
+    """`size` bytes beyond what others have."""
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_allocated() + size) / total)
+
+
+def fit(
+    *callbacks: pl.Callback, rows: int = ROWS, accumulate: int = 1, precision: Any = "bf16-mixed",
+    validation_rows: int = 0, **settings: Any,
+) -> int:  # fmt: skip
+    """Trains for two steps; bytes at the most."""
+    others = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run = trainer(*callbacks, accelerator="cuda", precision=precision, max_steps=2, accumulate_grad_batches=accumulate)
+    module = Trained(**settings)
+    run.fit(module, tokens(rows * accumulate), tokens(validation_rows) if validation_rows else None)
+    return torch.cuda.max_memory_allocated() - others
+
+
+def predicted(rows: int = ROWS, **settings: Any) -> Prediction:
+    return predict_peak(
+        Trained(**settings), torch.empty(rows, T, dtype=torch.int64, device="meta"), precision="bf16-mixed", card=card()
+    )
+
+
+def die(folder: Path, limit: int, *callbacks: pl.Callback, **settings: Any) -> Explanation:
+    explainer, before, after = OOMExplainer(folder=folder), Counting(), Counting()
+    limit_to(limit)
+    with pytest.raises(torch.OutOfMemoryError):
+        fit(*callbacks, before, explainer, after, **settings)
+    found = explainer.explanation
+    assert found is not None and found.basis == "prediction" and found.incident.counters is not None
+    assert before.given == after.given > 0  # nothing was allocated to explain it
+    assert "segments" in pickle.loads((folder / "oom_rank0" / "snapshot.pickle").read_bytes())
+    clean()
+    return found
+
+
+def applied(change: str) -> dict[str, Any]:
+    settings: dict[str, Any] = {}
+    for part in change.split(" + "):
+        if part.startswith("flash attention"):
+            settings["implementation"] = "flash"
+        elif part.startswith("cross-entropy"):
+            settings["chunked"] = True
+        elif part.startswith("checkpointing"):
+            settings["checkpointing"] = "block"
+        elif part.startswith("a fused"):
+            settings["fused"] = True
+        elif part.startswith("precision"):
+            settings["precision"] = part.split()[1]
+        else:
+            rows, _, _, _, _, accumulated, _ = part.replace(",", "").replace("rows", "row").split()
+            settings |= {"rows": int(rows), "accumulate": int(accumulated)}
+    return settings
+
+
+@pytest.mark.parametrize(
+    ("phase", "settings"),
+    [("forward", {"rows": ROWS}), ("backward", {"rows": 8, "width": 256, "depth": 1})],  # its peaks are far apart
+)
+def test_the_phase_is_right_and_the_best_advice_fits_and_saves_what_it_says(
+    phase: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    prediction = predicted(**settings)
+    forward, backward = (prediction.phases[name].size for name in ("forward", "backward"))
+    limit = round(0.6 * forward) if phase == "forward" else (forward + backward) // 2
+    found = die(tmp_path, limit, **settings)
+    assert found.phase == phase and found.moment is not None
+    assert found.moment.tensor.phase == phase
+    assert found.moment.tensor.culprit in ("score matrices", "logits and their loss")
+    # Known but for cuBLAS's workspaces, and what the first step has not yet, gradients and state.
+    assert found.incident.counters is not None
+    alive = found.incident.counters.allocated
+    assert found.moment.memory.tracked == pytest.approx(alive, rel=0.1, abs=2**29)
+    best = found.advice[0]
+    assert best.fits
+    measured = fit(**settings)
+    clean()
+    limit_to(limit)
+    changed = fit(**settings | applied(best.change))
+    assert best.saves == pytest.approx(measured - changed, rel=0.1), (best.change, measured, changed)
+
+
+def test_the_first_optimizer_step_makes_the_state(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"width": 2048, "depth": 8, "rows": 1, "implementation": "flash"}
+    weights = sum(p.nbytes for p in Trained(width=2048, depth=8).parameters())
+    backward = predicted(1, width=2048, depth=8, implementation="flash").phases["backward"].size
+    without_state = backward - 2 * weights
+    found = die(tmp_path, without_state + weights // 2, **settings)
+    assert (found.phase, found.step) == ("optimizer", 0)
+    assert found.parameters or (found.moment is not None and found.moment.tensor.phase == "optimizer")
+
+
+def test_validation_is_told_from_training(tmp_path: Path) -> None:
+    found = die(tmp_path, predicted(1).peak + 2**30, rows=1, validation_rows=16)
+    assert found.phase == "validation" and found.moment is not None
+    assert found.moment.tensor.phase == "validation" and found.moment.tensor.shape[0] in (16, 16 * T)
+    assert any(advice.change.startswith("validation on") for advice in found.advice)
+
+
+class Neighbour(pl.Callback):
+    """Another process that takes all but `left` bytes of the GPU while training begins."""
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        size = torch.cuda.mem_get_info()[0] - self.left
+        taking = f"import torch; x = torch.empty({size}, dtype=torch.uint8, device='cuda')"
+        script = f"{taking}; print('there', flush=True); input()"
+        self.process = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert self.process.stdout is not None and self.process.stdout.readline().strip() == b"there"
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self.process.communicate(b"\n", timeout=60)
+
+
+def test_another_process_is_named_where_it_is_the_reason(tmp_path: Path) -> None:
+    left = predicted().peak // 2
+    explainer, neighbour = OOMExplainer(folder=tmp_path), Neighbour(left + 2**30)
+    with pytest.raises(torch.OutOfMemoryError):
+        fit(explainer, neighbour)
+    found = explainer.explanation
+    assert found is not None and found.incident.counters is not None
+    assert found.advice[0].change == "what came onto this GPU since this run" and found.advice[0].fits
+    assert found.advice[0].saves > 2**30
