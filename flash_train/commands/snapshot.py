@@ -4,6 +4,7 @@ The one command without a configuration: files in, a file out.
 """
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -27,17 +28,24 @@ def main() -> None:
     try:
         snapshots = [load_snapshot(file) for file in files]
         write_snapshot_page(page, *snapshots, names=[str(file) for file in files], device=asked.device)
-        recordings = [replay(each, device=asked.device) for each in snapshots]
-    except OSError as error:
-        complain("snapshot", f"cannot write {error.filename}: {error.strerror}; give --page")
+        _print(files, [replay(each, device=asked.device) for each in snapshots])
+        print(page)
+    except BrokenPipeError:  # whoever read our output has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(ExitCode.FAILURE)
+    except (OSError, ValueError) as error:
+        cannot = isinstance(error, OSError) and f"cannot write {error.filename}: {error.strerror}; give --page"
+        complain("snapshot", cannot or str(error))
         sys.exit(ExitCode.BAD_INPUT)
-    except ValueError as error:
-        complain("snapshot", str(error))
-        sys.exit(ExitCode.BAD_INPUT)
+
+
+def _print(files: list[Path], recordings: list[Recording]) -> None:
     for file, recording in zip(files, recordings, strict=True):
         print(f"{file}: at most {human_bytes(recording.peak)}, {recording.events:,} events")
-    _print_one(recordings[0]) if len(files) == 1 else _print_difference(recordings[0], recordings[1], files)
-    print(page)
+    if len(recordings) == 1:
+        _print_one(recordings[0])
+    else:
+        _print_difference(recordings[0], recordings[1], files)
 
 
 def _print_one(recording: Recording) -> None:
