@@ -119,7 +119,6 @@ def _hopper_obstacle(q: Tensor, v: Tensor, terms: "Terms | None") -> str | None:
         ("sinks", terms.sinks is not None),
         ("dropout", terms.seed is not None),
         ("documents", terms.bounds is not None),
-        ("a soft cap", terms.soft_cap > 0),
         ("another output dtype", terms.output_dtype not in (None, q.dtype)),
     ):
         if asked:

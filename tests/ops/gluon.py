@@ -192,7 +192,8 @@ def run_on_cpu(
         tma=types.SimpleNamespace(store_wait=nothing), fence_async_shared=nothing, load=_load, store=_store,
         reduce_add=reduce_add, view=lambda x, dtype, shape, layout: Shared(x.data.view(shape)),
         bar_sync=meet, bar_arrive=lambda number, threads: meet(number, threads, stay=False),
-        seam=nothing, exp2=torch.exp2, fetch_add=fetch_add, layout_of=nothing, own_registers=lambda x: x,
+        seam=nothing, exp2=torch.exp2, tanh=torch.tanh, in_pairs=lambda x: x,
+        rescale=lambda acc, factor: acc * factor, fetch_add=fetch_add, layout_of=nothing, own_registers=lambda x: x,
         warpgroup_mma=multiply, warpgroup_mma_wait=lambda left, deps: deps[0] if len(deps) == 1 else deps,
     )  # fmt: skip
     for name, x in list(names.items()):

@@ -35,7 +35,7 @@ def test_the_key_tiles_of_a_block_are_those_that_it_sees_and_the_unmasked_ones_a
     for T, S, (left, right), top_left in itertools.product((1, 5, 6, 13), (1, 4, 7, 12, 21), bounds, (False, True)):
         shift = 0 if top_left else S - T
         seen = visible(T, S, left, right, shift)
-        n = Numbers(1, 1, 1, T, S, left, right, shift, 1.0)
+        n = Numbers(1, 1, 1, T, S, left, right, shift, 1.0, 1.0)
         for block in range(-(-T // block_t)):
             end, whole, part, count = vars(key_tiles)["fn"](block, n, block_t, block_s, mask)
             rows = seen[block * block_t : (block + 1) * block_t]
@@ -51,21 +51,24 @@ def test_the_key_tiles_of_a_block_are_those_that_it_sees_and_the_unmasked_ones_a
 
 @pytest.mark.parametrize(("D", "E", "programs"), [(64, 40, 3), (128, 24, 1000), (24, 256, 2)])
 @pytest.mark.parametrize(
-    ("T", "S", "mask"),
+    ("T", "S", "mask", "soft_cap"),
     [
-        (150, 301, Mask()),
-        (301, 150, Mask(causal=True)),  # the first rows see nothing
-        (130, 301, Mask(causal=True, alignment="top_left")),
-        (300, 290, Mask(window=(70, 3))),
-        (290, 520, Mask(window=(5, 0), causal=True)),
-        (1, 1, Mask(causal=True)),
+        (150, 301, Mask(), None),
+        (301, 150, Mask(causal=True), 2.0),  # the first rows see nothing
+        (130, 301, Mask(causal=True, alignment="top_left"), None),
+        (300, 290, Mask(window=(70, 3)), 5.0),
+        (290, 520, Mask(window=(5, 0), causal=True), None),
+        (1, 1, Mask(causal=True), None),
     ],
     ids=str,
 )
-def test_on_the_cpu_product_by_product_the_answers_are_the_tiled_paths(T, S, mask, D, E, programs, monkeypatch):
+def test_on_the_cpu_product_by_product_the_answers_are_the_tiled_paths(
+    T, S, mask, soft_cap, D, E, programs, monkeypatch
+):
     torch.manual_seed(0)
     q, k, v = torch.randn(2, T, 4, D).transpose(1, 2), torch.randn(2, 2, S, D), torch.randn(2, 2, S, E)
-    expected = flash_attention_with_lse(q, k, v, mask=mask, scale=0.3, implementation="tiled")
+    score = Score(soft_cap=soft_cap)
+    expected = flash_attention_with_lse(q, k, v, mask=mask, score=score, scale=0.3, implementation="tiled")
 
     def run_here(kernel, device, count, launch, key, *args):
         for program in range(count):
@@ -76,7 +79,8 @@ def test_on_the_cpu_product_by_product_the_answers_are_the_tiled_paths(T, S, mas
     monkeypatch.setattr(forward, "multiprocessors", lambda device: programs)
     monkeypatch.setattr(forward, "empty", lambda like, *shape, dtype=None: torch.full(shape, float("nan")))
     left, right = (UNBOUNDED if x is None else x for x in mask.window or (None, None))
-    terms = Terms(0.3, left=left, right=0 if mask.causal else right, top_left=mask.alignment == "top_left")
+    right, cap = 0 if mask.causal else right, soft_cap or 0.0
+    terms = Terms(0.3, left=left, right=right, top_left=mask.alignment == "top_left", soft_cap=cap)
     for ours, theirs in zip(forward.hopper_forward(q, k, v, terms), expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=2e-5)
 
@@ -90,7 +94,6 @@ def test_on_the_cpu_product_by_product_the_answers_are_the_tiled_paths(T, S, mas
         (dict(sinks=torch.empty(1)), "sinks"),
         (dict(seed=torch.empty(1)), "dropout"),
         (dict(bounds=torch.empty(1)), "documents"),
-        (dict(soft_cap=5.0), "a soft cap"),
         (dict(output_dtype=torch.float32), "another output dtype"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
@@ -155,6 +158,7 @@ def test_flash_takes_the_faster_of_the_two_forwards(T, D, asked, runs, monkeypat
         Case(1, 4, 1, 515, 129, 0, 0, causal=True, layout="expanded"),
         Case(2, 2, 1, 640, 577, 0, 0, window=(100, 3), layout="sliced"),
         Case(1, 2, 2, 1500, 1500, 0, 0, causal=True, window=(200, None)),
+        Case(1, 4, 2, 301, 333, 0, 0, causal=True, soft_cap=3.0),
         Case(3, 2, 2, 1, 1, 0, 0, causal=True),
     ],
     ids=str,
@@ -176,7 +180,7 @@ def test_a_hundred_runs_of_the_forward_give_the_same_bits(D):
 @on_hopper
 def test_what_they_do_not_take_is_refused_by_name():
     q = torch.randn(1, 2, 8, 64, device="cuda", dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match="do not take a soft cap"):
-        flash_attention(q, q, q, score=Score(soft_cap=5.0), implementation="hopper")
+    with pytest.raises(ValueError, match="do not take ALiBi"):
+        flash_attention(q, q, q, score=Score(alibi_slopes=torch.ones(2, device="cuda")), implementation="hopper")
     assert results(inputs(Case(1, 2, 2, 8, 8, 64, 64), torch.bfloat16, "cuda"), implementation="hopper")
     assert flash_attention(q, q, q, mask=Mask(window=(3, 3)), implementation="hopper").isfinite().all()

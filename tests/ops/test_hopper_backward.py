@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flash_train.ops import choice
-from flash_train.ops.attention import Mask, flash_attention_with_lse
+from flash_train.ops.attention import Mask, Score, flash_attention_with_lse
 from flash_train.ops.features import UNBOUNDED, Terms
 from flash_train.ops.kernels.hopper import backward, backward_wide, derivative, rows
 from flash_train.ops.kernels.hopper.backward import Numbers, hopper_backward_kernel
@@ -27,7 +27,7 @@ def test_the_query_tiles_of_a_block_are_those_that_see_it_and_the_unmasked_ones_
     for T, S, (left, right), top_left in itertools.product((1, 4, 7, 12, 21), (1, 5, 6, 13), bounds, (False, True)):
         shift = 0 if top_left else S - T
         seen = visible(T, S, left, right, shift)
-        n = Numbers(1, 1, 1, T, S, left, right, shift, 1.0, 1.0)
+        n = Numbers(1, 1, 1, T, S, left, right, shift, 1.0, 1.0, 1.0)
         for block in range(-(-S // block_s)):
             start, full, full_end, end = vars(query_tiles)["fn"](block, n, block_t, block_s, mask)
             keys = seen[:, block * block_s : (block + 1) * block_s]
@@ -60,11 +60,13 @@ def test_what_the_backward_does_not_take_it_says(D, E, change, reason, monkeypat
         assert why is None if reason is None else why is not None and reason in why
 
 
-def check_on_the_cpu(q, k, v, mask, scale, monkeypatch):
+def check_on_the_cpu(q, k, v, mask, scale, monkeypatch, soft_cap=None):
     """`hopper_backward` with its kernel run by `run_on_cpu`, against the tiled path; uninitialised memory is NaN."""
     (B, H, T, _), E = q.shape, v.shape[3]
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    output, lse = flash_attention_with_lse(*leaves, mask=mask, scale=scale, implementation="tiled")
+    output, lse = flash_attention_with_lse(
+        *leaves, mask=mask, score=Score(soft_cap=soft_cap), scale=scale, implementation="tiled"
+    )
     do, dl = torch.randn(B, H, T, E), torch.randn(H, B, T).transpose(0, 1)
     expected = torch.autograd.grad((output, lse), leaves, (do, dl))
 
@@ -82,7 +84,8 @@ def check_on_the_cpu(q, k, v, mask, scale, monkeypatch):
     for module in (derivative, rows):
         monkeypatch.setattr(module, "empty", with_nan)
     left, right = (UNBOUNDED if x is None else x for x in mask.window or (None, None))
-    terms = Terms(scale, left=left, right=0 if mask.causal else right, top_left=mask.alignment == "top_left")
+    right, cap = 0 if mask.causal else right, soft_cap or 0.0
+    terms = Terms(scale, left=left, right=right, top_left=mask.alignment == "top_left", soft_cap=cap)
     saved = [x.detach() for x in (do, dl, q, k, v, output, lse)]
     for ours, theirs in zip(hopper_backward(*saved, terms=terms), expected, strict=True):
         assert ours.is_contiguous()
@@ -91,20 +94,22 @@ def check_on_the_cpu(q, k, v, mask, scale, monkeypatch):
 
 @pytest.mark.parametrize(("D", "E"), [(64, 40), (24, 128), (192, 256)])
 @pytest.mark.parametrize(
-    ("T", "S", "mask"),
+    ("T", "S", "mask", "soft_cap"),
     [
-        (150, 301, Mask()),
-        (301, 150, Mask(causal=True)),  # the first rows see nothing
-        (130, 301, Mask(causal=True, alignment="top_left")),  # nobody sees the last keys
-        (300, 290, Mask(window=(70, 3))),
-        (1, 1, Mask(causal=True)),
+        (150, 301, Mask(), None),
+        (301, 150, Mask(causal=True), 2.0),  # the first rows see nothing
+        (130, 301, Mask(causal=True, alignment="top_left"), None),  # nobody sees the last keys
+        (300, 290, Mask(window=(70, 3)), 5.0),
+        (290, 301, Mask(window=(70, 3)), None),
+        (1, 1, Mask(causal=True), None),
     ],
     ids=str,
 )
-def test_on_the_cpu_the_gradients_are_those_of_the_tiled_path(T, S, mask, D, E, monkeypatch):
+def test_on_the_cpu_the_gradients_are_those_of_the_tiled_path(T, S, mask, soft_cap, D, E, monkeypatch):
     torch.manual_seed(0)
     q, k, v = torch.randn(2, T, 4, D).transpose(1, 2), torch.randn(2, 2, S, D), torch.randn(2, 2, S, E)
-    check_on_the_cpu(q, k, v, mask, 0.3 if D < 128 else 0.15, monkeypatch)  # scores of about the same size
+    scale = 0.3 if D < 128 else 0.15  # scores of about the same size
+    check_on_the_cpu(q, k, v, mask, scale, monkeypatch, soft_cap)
 
 
 def test_where_all_scores_are_very_low_the_rows_behind_the_last_key_add_nothing(monkeypatch):

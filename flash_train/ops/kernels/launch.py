@@ -68,13 +68,19 @@ def compiled_features(terms: Terms, dense: int) -> tuple[str, bool, bool, int, b
     kernel. That makes 36. Lengths, strides, bounds, slopes, sinks, seeds and probabilities are read when a kernel runs.
     """
     modified = dense != 0 or terms.soft_cap > 0 or terms.alibi_slopes is not None or terms.seed is not None
-    if terms.bounds is not None:
-        mask = "documents"
-    elif modified or terms.left < UNBOUNDED or 0 < terms.right < UNBOUNDED:
+    mask = kind_of_mask(terms)
+    if modified and mask != "documents":
         mask = "window"
-    else:
-        mask = "causal" if terms.right == 0 else "full"
     return mask, modified, terms.soft_cap > 0, dense, terms.seed is not None
+
+
+def kind_of_mask(terms: Terms) -> str:
+    """The narrowest of full, causal, window and documents that it is."""
+    if terms.bounds is not None:
+        return "documents"
+    if terms.left < UNBOUNDED or 0 < terms.right < UNBOUNDED:
+        return "window"
+    return "causal" if terms.right == 0 else "full"
 
 
 class Call:

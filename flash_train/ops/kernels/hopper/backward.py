@@ -7,7 +7,8 @@ rows, so that P^T and dS^T are operands of dV += P^T dO and dK += dS^T Q where t
 through shared memory for dQ = dS K alone, which the copy engine adds to an fp32 tensor in global memory. In what order
 programs add there differs from run to run, and so does dQ's rounding; dK and dV do not.
 
-The sums of S^T and dP^T begin at -L / scale and -delta instead of 0 (`rows.py`): neither takes registers then.
+The sums of dP^T, and those of S^T unless LATE, begin at -delta and -L / scale instead of 0 (`rows.py`): neither takes
+registers then.
 """
 
 from typing import Any, NamedTuple
@@ -34,6 +35,7 @@ from flash_train.ops.kernels.hopper.shim import (
     reduce_add,
     seam,
     store,
+    tanh,
     view,
 )
 
@@ -84,8 +86,10 @@ class Numbers(NamedTuple):
     shift: Any
     """Query t stands beside key t + shift."""
     log2_scale: Any
-    """Of the scores, in units of log2."""
+    """Of the scores, or of their tanh under a soft cap, in units of log2."""
     scale: Any
+    inner: Any
+    """Under a soft cap: of the scores, whose tanh is then taken."""
 
 
 @gluon.jit
@@ -134,9 +138,9 @@ def produce(q, k, v, do, start_s, start_dp, rings, n, MASK: gl.constexpr, KEYS: 
 
 
 @gluon.jit
-def begin(numbers, PARTS: gl.constexpr, PART: gl.constexpr, N: gl.constexpr, SCORES: gl.constexpr):
-    """[64, N]: a sum that begins, in every row, with N numbers from shared memory, part PART of PARTS. Of 16 columns a
-    thread has four, whose numbers stand together there (`rows.place`), so that it reads them at once."""
+def each_column(numbers, PARTS: gl.constexpr, PART: gl.constexpr, N: gl.constexpr, SCORES: gl.constexpr):
+    """[64, N]: N numbers from shared memory, part PART of PARTS, in every row. Of 16 columns a thread has four, whose
+    numbers stand together there (`rows.place`), so that it reads them at once."""
     zeros = gl.zeros([64, N], gl.float32, SCORES)
     ALL: gl.constexpr = layout_of(zeros.reshape([64, N // 16, 2, 4, 2]))
     ROW: gl.constexpr = gl.SliceLayout(0, ALL)
@@ -144,13 +148,32 @@ def begin(numbers, PARTS: gl.constexpr, PART: gl.constexpr, N: gl.constexpr, SCO
     parts = view(numbers, gl.float32, [PARTS, N // 16, 4, 2, 2], gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0]))
     row = parts.index(PART).load(STORED).permute((0, 2, 1, 3)).reshape([N])
     full, _ = gl.broadcast(gl.convert_layout(row, gl.SliceLayout(0, SCORES))[None, :], zeros)
-    return own_registers(full)
+    return full
+
+
+@gluon.jit
+def probabilities(s, numbers, masked, low, high, first_query, n, PARTS: gl.constexpr, PART: gl.constexpr,
+                  N: gl.constexpr, WINDOW: gl.constexpr, LATE: gl.constexpr, SOFT_CAP: gl.constexpr,
+                  SCORES: gl.constexpr):  # fmt: skip
+    """(P^T, by what dP^T - delta is multiplied to dS^T), of S^T [64, N]; LATE: the log-sum-exp is not yet taken off."""
+    if SOFT_CAP:
+        s = tanh(s * n.inner)
+    if masked:  # in one loop: with a loop for each kind of tile, more is spilled
+        s = hide(s, low, high, first_query, N, True, WINDOW)
+    if LATE:
+        p = exp2(s * n.log2_scale + each_column(numbers, PARTS, PART, N, SCORES))
+    else:
+        p = exp2(s * n.log2_scale)
+    if SOFT_CAP:
+        s = gl.maximum(s, -1.0)  # of the hidden ones, whose p is 0
+        return p, p * (1.0 - s * s)
+    return p, p
 
 
 @gluon.jit
 def _step(dq, rings, done, head, first_query, masked, low, high, dk, dv, n, ME: gl.constexpr, MASK: gl.constexpr,
           BLOCK_T: gl.constexpr, W: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr, DQ: gl.constexpr,
-          OPERAND: gl.constexpr):  # fmt: skip
+          OPERAND: gl.constexpr, LATE: gl.constexpr, SOFT_CAP: gl.constexpr):  # fmt: skip
     """Query tile number `done` of the rings against this warpgroup's 64 keys.
 
     The comments count the products in flight: a wait for the others than the last n.
@@ -160,19 +183,21 @@ def _step(dq, rings, done, head, first_query, masked, low, high, dk, dv, n, ME: 
     pair = done % 2 * 2
     q_tile, do_tile = rings.q.index(stage), rings.do.index(stage)
     mbarrier.wait(rings.do_full.index(stage), phase)
-    dp = begin(rings.start_dp.index(stage), 1, 0, BLOCK_T, SCORES)  # before a product is in flight
+    # before a product is in flight
+    dp = own_registers(each_column(rings.start_dp.index(stage), 1, 0, BLOCK_T, SCORES))
     mbarrier.wait(rings.q_full.index(stage), phase)
-    s = begin(rings.start_s.index(stage), 1, 0, BLOCK_T, SCORES)
-    s = warpgroup_mma(rings.k.index(ME), q_tile.permute((1, 0)), s, is_async=True)
+    s = gl.zeros([64, BLOCK_T], gl.float32, SCORES)
+    if not LATE:
+        s = own_registers(each_column(rings.start_s.index(stage), 1, 0, BLOCK_T, SCORES))
+    s = warpgroup_mma(rings.k.index(ME), q_tile.permute((1, 0)), s, use_acc=not LATE, is_async=True)
     dp = warpgroup_mma(rings.v.index(ME), do_tile.permute((1, 0)), dp, is_async=True)
     s = warpgroup_mma_wait(1, deps=(s,))  # dP
-    if masked:  # in one loop: with a loop for each kind of tile, more is spilled
-        s = hide(s, low, high, first_query, BLOCK_T, True, MASK == "window")
-    p = exp2(s * n.log2_scale)
+    p, factor = probabilities(s, rings.start_s.index(stage), masked, low, high, first_query, n, 1, 0, BLOCK_T,
+                              MASK == "window", LATE, SOFT_CAP, SCORES)  # fmt: skip
     p_operand = gl.convert_layout(p.to(rings.k.dtype), OPERAND)
     seam()  # else P would wait for dP
     dp = warpgroup_mma_wait(0, deps=(dp,))
-    ds = (p * dp).to(rings.k.dtype)
+    ds = (factor * dp).to(rings.k.dtype)
     rings.ds.index(pair + ME).store(ds)
     dv = warpgroup_mma(p_operand, do_tile, dv, is_async=True)
     fence_async_shared()
@@ -207,7 +232,7 @@ def _step(dq, rings, done, head, first_query, masked, low, high, dk, dv, n, ME: 
 
 @gluon.jit
 def _consume(dq, dk, dv, rings, n, ME: gl.constexpr, MASK: gl.constexpr, BLOCK_T: gl.constexpr, W: gl.constexpr,
-             STAGES: gl.constexpr):  # fmt: skip
+             STAGES: gl.constexpr, LATE: gl.constexpr, SOFT_CAP: gl.constexpr):  # fmt: skip
     """A warpgroup that computes: 64 keys of the program's 128, those from 64 ME on."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1],
                                                      instr_shape=[16, BLOCK_T, 16])  # fmt: skip
@@ -231,7 +256,7 @@ def _consume(dq, dk, dv, rings, n, ME: gl.constexpr, MASK: gl.constexpr, BLOCK_T
     for done in range(0, (end - start) * n.group):  # one loop, one number of the head: fewer registers than b, h, two
         masked = (i < full) | (i >= full_end)
         dk_acc, dv_acc = _step(dq, rings, done, head, i * BLOCK_T, masked, low, high, dk_acc, dv_acc, n, ME, MASK,
-                               BLOCK_T, W, STAGES, SCORES, DQ, OPERAND)  # fmt: skip
+                               BLOCK_T, W, STAGES, SCORES, DQ, OPERAND, LATE, SOFT_CAP)  # fmt: skip
         i += 1
         if i == end:
             i = start
@@ -279,14 +304,15 @@ def make_rings(q, k, v, do, start_s, start_dp, KEY_TILES: gl.constexpr, BLOCK_T:
 
 @gluon.jit(do_not_specialize=["key_heads", "G", "group", "T", "S", "left", "right", "shift"])
 def hopper_backward_kernel(q, k, v, do, start_s, start_dp, dq, dk, dv, key_heads, G, group, T, S, left, right, shift,
-                           log2_scale, scale, MASK: gl.constexpr, BLOCK_T: gl.constexpr, W: gl.constexpr,
-                           STAGES: gl.constexpr, REGISTERS: gl.constexpr, FEW_REGISTERS: gl.constexpr):  # fmt: skip
+                           log2_scale, scale, inner, MASK: gl.constexpr, BLOCK_T: gl.constexpr, W: gl.constexpr,
+                           STAGES: gl.constexpr, LATE: gl.constexpr, SOFT_CAP: gl.constexpr, REGISTERS: gl.constexpr,
+                           FEW_REGISTERS: gl.constexpr):  # fmt: skip
     """One program: 128 keys of one key head, against every query that sees them."""
     rings = make_rings(q, k, v, do, start_s, start_dp, 2, BLOCK_T, W, STAGES, STAGES)
-    n = Numbers(key_heads, G, group, T, S, left, right, shift, log2_scale, scale)
+    n = Numbers(key_heads, G, group, T, S, left, right, shift, log2_scale, scale, inner)
     # each list of arguments in its place: a name would turn the constants into tensors
     gl.warp_specialize([
-        (_consume, (dq, dk, dv, rings, n, gl.constexpr(0), MASK, BLOCK_T, W, STAGES)),
-        (_consume, (dq, dk, dv, rings, n, gl.constexpr(1), MASK, BLOCK_T, W, STAGES)),
+        (_consume, (dq, dk, dv, rings, n, gl.constexpr(0), MASK, BLOCK_T, W, STAGES, LATE, SOFT_CAP)),
+        (_consume, (dq, dk, dv, rings, n, gl.constexpr(1), MASK, BLOCK_T, W, STAGES, LATE, SOFT_CAP)),
         (produce, (q, k, v, do, start_s, start_dp, rings, n, MASK, 128, BLOCK_T, W, STAGES, STAGES)),
     ], [4, 1], [REGISTERS, FEW_REGISTERS])  # fmt: skip

@@ -15,15 +15,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flash_train.ops.kernels.hopper.backward import BOTH, FREE, NEVER, Numbers, begin, make_rings, produce
-from flash_train.ops.kernels.hopper.masks import hide
+from flash_train.ops.kernels.hopper.backward import (
+    BOTH,
+    FREE,
+    NEVER,
+    Numbers,
+    each_column,
+    make_rings,
+    probabilities,
+    produce,
+)
 from flash_train.ops.kernels.hopper.places import locate, query_tiles
-from flash_train.ops.kernels.hopper.shim import bar_arrive, bar_sync, exp2, reduce_add, store, view
+from flash_train.ops.kernels.hopper.shim import bar_arrive, bar_sync, own_registers, reduce_add, store, view
 
 
 @gluon.jit
 def _step(dq, rings, done, head, first_query, masked, low, high, dk, dv, n, ME: gl.constexpr, MASK: gl.constexpr,
-          W: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr, DQ: gl.constexpr):  # fmt: skip
+          W: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr, DQ: gl.constexpr, LATE: gl.constexpr,
+          SOFT_CAP: gl.constexpr):  # fmt: skip
     """Query tile number `done` of the rings."""
     HALF: gl.constexpr = W // 2
     stage = done % STAGES
@@ -31,18 +40,20 @@ def _step(dq, rings, done, head, first_query, masked, low, high, dk, dv, n, ME: 
     k_tile = rings.k.index(0)
     p_tile, ds_tile = rings.ds.index(done % 2 * 2), rings.ds.index(done % 2 * 2 + 1)  # queries by keys
     mbarrier.wait(rings.q_full.index(stage), (done // STAGES) & 1)
-    s = begin(rings.start_s.index(stage), 2, ME, 32, SCORES)
+    s = gl.zeros([64, 32], gl.float32, SCORES)
+    if not LATE:
+        s = own_registers(each_column(rings.start_s.index(stage), 2, ME, 32, SCORES))
     mbarrier.wait(rings.do_full.index(0), done & 1)
-    dp = begin(rings.start_dp.index(0), 2, ME, 32, SCORES)
-    s = warpgroup_mma(k_tile, q_tile.slice(ME * 32, 32, 0).permute((1, 0)), s, is_async=True)
+    dp = own_registers(each_column(rings.start_dp.index(0), 2, ME, 32, SCORES))
+    s = warpgroup_mma(k_tile, q_tile.slice(ME * 32, 32, 0).permute((1, 0)), s, use_acc=not LATE,
+                      is_async=True)  # fmt: skip
     dp = warpgroup_mma(rings.v.index(0), do_tile.slice(ME * 32, 32, 0).permute((1, 0)), dp, is_async=True)
     s = warpgroup_mma_wait(1, deps=(s,))
-    if masked:
-        s = hide(s, low, high, first_query + ME * 32, 32, True, MASK == "window")
-    p = exp2(s * n.log2_scale)
+    p, factor = probabilities(s, rings.start_s.index(stage), masked, low, high, first_query + ME * 32, n, 2, ME, 32,
+                              MASK == "window", LATE, SOFT_CAP, SCORES)  # fmt: skip
     p_tile.slice(ME * 32, 32, 0).permute((1, 0)).store(p.to(rings.k.dtype))
     dp = warpgroup_mma_wait(0, deps=(dp,))
-    ds_tile.slice(ME * 32, 32, 0).permute((1, 0)).store((p * dp).to(rings.k.dtype))
+    ds_tile.slice(ME * 32, 32, 0).permute((1, 0)).store((factor * dp).to(rings.k.dtype))
     fence_async_shared()
     bar_sync(BOTH, 256)  # P and dS are there
     first = warpgroup_mma(ds_tile, k_tile.slice(ME * HALF, 64, 1), gl.zeros([64, 64], gl.float32, DQ), use_acc=False,
@@ -73,7 +84,7 @@ def _add(dq, rings, part, head, first_query, column, ME: gl.constexpr):
 
 @gluon.jit
 def _consume(dq, dk, dv, rings, n, ME: gl.constexpr, MASK: gl.constexpr, W: gl.constexpr,
-             STAGES: gl.constexpr):  # fmt: skip
+             STAGES: gl.constexpr, LATE: gl.constexpr, SOFT_CAP: gl.constexpr):  # fmt: skip
     """A warpgroup that computes."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 32, 16])
     ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, W // 2, 16])
@@ -94,7 +105,7 @@ def _consume(dq, dk, dv, rings, n, ME: gl.constexpr, MASK: gl.constexpr, W: gl.c
     for done in range(0, (end - start) * n.group):
         masked = (i < full) | (i >= full_end)
         dk_acc, dv_acc = _step(dq, rings, done, head, i * 64, masked, low, high, dk_acc, dv_acc, n, ME, MASK, W, STAGES,
-                               SCORES, DQ)  # fmt: skip
+                               SCORES, DQ, LATE, SOFT_CAP)  # fmt: skip
         i += 1
         if i == end:
             i = start
@@ -114,14 +125,15 @@ def _consume(dq, dk, dv, rings, n, ME: gl.constexpr, MASK: gl.constexpr, W: gl.c
 
 @gluon.jit(do_not_specialize=["key_heads", "G", "group", "T", "S", "left", "right", "shift"])
 def hopper_wide_backward_kernel(q, k, v, do, start_s, start_dp, dq, dk, dv, key_heads, G, group, T, S, left, right,
-                                shift, log2_scale, scale, MASK: gl.constexpr, BLOCK_T: gl.constexpr, W: gl.constexpr,
-                                STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+                                shift, log2_scale, scale, inner, MASK: gl.constexpr, BLOCK_T: gl.constexpr,
+                                W: gl.constexpr, STAGES: gl.constexpr, LATE: gl.constexpr, SOFT_CAP: gl.constexpr,
+                                REGISTERS: gl.constexpr,
                                 FEW_REGISTERS: gl.constexpr):  # fmt: skip
     """One program: 64 keys of one key head, against every query that sees them, BLOCK_T = 64 at a time."""
     rings = make_rings(q, k, v, do, start_s, start_dp, 1, 64, W, STAGES, 1)
-    n = Numbers(key_heads, G, group, T, S, left, right, shift, log2_scale, scale)
+    n = Numbers(key_heads, G, group, T, S, left, right, shift, log2_scale, scale, inner)
     gl.warp_specialize([
-        (_consume, (dq, dk, dv, rings, n, gl.constexpr(0), MASK, W, STAGES)),
-        (_consume, (dq, dk, dv, rings, n, gl.constexpr(1), MASK, W, STAGES)),
+        (_consume, (dq, dk, dv, rings, n, gl.constexpr(0), MASK, W, STAGES, LATE, SOFT_CAP)),
+        (_consume, (dq, dk, dv, rings, n, gl.constexpr(1), MASK, W, STAGES, LATE, SOFT_CAP)),
         (produce, (q, k, v, do, start_s, start_dp, rings, n, MASK, 64, 64, W, STAGES, 1)),
     ], [4, 1], [REGISTERS, FEW_REGISTERS])  # fmt: skip

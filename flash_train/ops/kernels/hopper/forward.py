@@ -25,13 +25,28 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from flash_train.ops.features import Terms
 from flash_train.ops.kernels.hopper.masks import hide
 from flash_train.ops.kernels.hopper.places import key_tiles, locate
-from flash_train.ops.kernels.hopper.shim import bar_arrive, bar_sync, describe, exp2, fetch_add, load, store, view
+from flash_train.ops.kernels.hopper.shim import (
+    bar_arrive,
+    bar_sync,
+    describe,
+    exp2,
+    fetch_add,
+    in_pairs,
+    load,
+    rescale,
+    store,
+    tanh,
+    view,
+)
 from flash_train.ops.kernels.hopper.tables import FORWARD, SHARED_BYTES, Forward, tile_width
-from flash_train.ops.kernels.launch import blocks, compiled_features, empty, run, zeros
+from flash_train.ops.kernels.launch import blocks, empty, kind_of_mask, run, zeros
 from flash_train.ops.kernels.operands import readable
 from flash_train.ops.kernels.tables import Launch
 from flash_train.ops.kernels.tiles import LN_2, LOG2_E, LOWEST
 
+SLACK = gl.constexpr(8.0)
+"""A row's maximum is replaced by a larger one, and older sums made smaller, only if that is larger by more than this in
+log2: exponentials are at most 2^8 then, which fp16 holds, and most steps rescale nothing."""
 TURNS = gl.constexpr(8)
 """The first of the named barriers at which consumers wait for their turn."""
 
@@ -68,7 +83,9 @@ class Numbers(NamedTuple):
     shift: Any
     """Query t stands beside key t + shift."""
     scale: Any
-    """Of the scores, in units of log2."""
+    """Of the scores, or of their tanh under a soft cap, in units of log2."""
+    inner: Any
+    """Under a soft cap: of the scores, whose tanh is then taken."""
 
 
 @gluon.jit
@@ -152,17 +169,24 @@ def _rows_of(lse, head, n):
 
 
 @gluon.jit
-def _softmax(s, m, l, n, BLOCK_S: gl.constexpr):
-    """(exp(s - m), what older sums shrink by, m, l): the tile counted in the rows' maximum m (in log2) and sum l."""
-    m_new = gl.maximum(m, gl.max(s, 1) * n.scale)
-    shrink = exp2(m - m_new)
-    new = exp2(s * n.scale - m_new[:, None])
-    return new, shrink, m_new, l * _beside(shrink, l) + _row_sum(new, BLOCK_S)
+def _maxima(s, m, n):
+    """(m, what older sums shrink by): the tile counted in the rows' maxima m, in log2."""
+    larger = gl.maximum(m, gl.max(s, 1) * n.scale)
+    larger = gl.where(larger - m > SLACK, larger, m)
+    return larger, exp2(m - larger)
+
+
+@gluon.jit
+def _softmax(s, m, shrink, l, n, BLOCK_S: gl.constexpr):
+    """(exp(s - m), l): the tile counted in the rows' sums l."""
+    new = exp2(s * n.scale - m[:, None])
+    return new, l * _beside(shrink, l) + _row_sum(new, BLOCK_S)
 
 
 @gluon.jit
 def _scores(q_tile, rings, i, m, l, low, high, first_key, n, ME: gl.constexpr, BLOCK_S: gl.constexpr,
-            MASK: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr):  # fmt: skip
+            MASK: gl.constexpr, SOFT_CAP: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
+            SCORES: gl.constexpr):  # fmt: skip
     """`_softmax` of key tile i of the rings, masked, with no other product under way."""
     stage = i % STAGES
     mbarrier.wait(rings.k_full.index(stage), (i // STAGES) & 1)
@@ -172,13 +196,18 @@ def _scores(q_tile, rings, i, m, l, low, high, first_key, n, ME: gl.constexpr, B
     bar_arrive(TURNS + (ME + 1) % CONSUMERS, 256)
     s = warpgroup_mma_wait(0, deps=(s,))
     mbarrier.arrive(rings.k_empty.index(stage))
-    return _softmax(hide(s, low, high, first_key, BLOCK_S, MASK == "window", True), m, l, n, BLOCK_S)
+    if SOFT_CAP:
+        s = tanh(s * n.inner)
+    s = hide(s, low, high, first_key, BLOCK_S, MASK == "window", True)
+    m, shrink = _maxima(s, m, n)
+    new, l = _softmax(s, m, shrink, l, n, BLOCK_S)
+    return new, shrink, m, l
 
 
 @gluon.jit
-def _step(q_tile, rings, i, p, acc, m, l, low, high, first_key, masked, n, ME: gl.constexpr, BLOCK_S: gl.constexpr,
-          MASK: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr, ACC: gl.constexpr,
-          PROBABILITIES: gl.constexpr):  # fmt: skip
+def _step(q_tile, rings, i, p, acc, m, l, low, high, first_key, MASKED: gl.constexpr, n, ME: gl.constexpr,
+          BLOCK_S: gl.constexpr, MASK: gl.constexpr, SOFT_CAP: gl.constexpr, CONSUMERS: gl.constexpr,
+          STAGES: gl.constexpr, SCORES: gl.constexpr, ACC: gl.constexpr, PROBABILITIES: gl.constexpr):  # fmt: skip
     """Key tile i of the rings: its scores and softmax, and P V of the tile before it."""
     stage, before = i % STAGES, (i - 1) % STAGES
     mbarrier.wait(rings.k_full.index(stage), (i // STAGES) & 1)
@@ -190,21 +219,22 @@ def _step(q_tile, rings, i, p, acc, m, l, low, high, first_key, masked, n, ME: g
     bar_arrive(TURNS + (ME + 1) % CONSUMERS, 256)
     s = warpgroup_mma_wait(1, deps=(s,))
     mbarrier.arrive(rings.k_empty.index(stage))
-    if MASK == "window":
-        if masked:
-            s = hide(s, low, high, first_key, BLOCK_S, True, True)
-    new, shrink, m, l = _softmax(s, m, l, n, BLOCK_S)
+    if SOFT_CAP:
+        s = tanh(s * n.inner)
+    if MASKED:
+        s = hide(s, low, high, first_key, BLOCK_S, MASK == "window", True)
+    m, shrink = _maxima(s, m, n)
     acc, p = warpgroup_mma_wait(0, deps=(acc, p))
     mbarrier.arrive(rings.v_empty.index(before))
-    p = gl.convert_layout(new.to(rings.v.dtype), PROBABILITIES)
-    acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, ACC))[:, None]
-    return p, acc, m, l
+    acc = rescale(acc, gl.convert_layout(shrink, gl.SliceLayout(1, ACC))[:, None])
+    new, l = _softmax(s, m, shrink, l, n, BLOCK_S)
+    return in_pairs(gl.convert_layout(new.to(rings.v.dtype), PROBABILITIES)), acc, m, l
 
 
 @gluon.jit
-def _consume_tile(output, lse, rings, tile, done, n, ME: gl.constexpr, MASK: gl.constexpr, BLOCK_S: gl.constexpr,
-                  E: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, PERSISTENT: gl.constexpr,
-                  OWN_OUTPUT: gl.constexpr):  # fmt: skip
+def _consume_tile(output, lse, rings, tile, done, n, ME: gl.constexpr, MASK: gl.constexpr, SOFT_CAP: gl.constexpr,
+                  BLOCK_S: gl.constexpr, E: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
+                  PERSISTENT: gl.constexpr, OWN_OUTPUT: gl.constexpr):  # fmt: skip
     """64 queries of a tile, those from 64 ME on. Returns how many tiles of keys the rings have seen."""
     BLOCK_T: gl.constexpr = CONSUMERS * 64
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1],
@@ -226,29 +256,20 @@ def _consume_tile(output, lse, rings, tile, done, n, ME: gl.constexpr, MASK: gl.
     acc = gl.zeros([64, E], gl.float32, ACC)
     m = gl.full([64], LOWEST, gl.float32, gl.SliceLayout(1, SCORES))
     l = _row_sum(gl.zeros([64, BLOCK_S], gl.float32, SCORES), BLOCK_S)
-    ahead = 0
-    if MASK == "causal":
-        # all masked tiles but the last one, each by itself, so that the main loop has no mask: at a seam between two
-        # loops that both carry P it is taken apart into single elements. (A window's main loop has a branch.)
-        ahead = whole - 1
-        for i in range(0, ahead):
-            new, shrink, m, l = _scores(q_tile, rings, done + i, m, l, low, high, (end - 1 - i) * BLOCK_S, n, ME,
-                                        BLOCK_S, MASK, CONSUMERS, STAGES, SCORES)  # fmt: skip
-            p = gl.convert_layout(new.to(rings.v.dtype), PROBABILITIES)
-            acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, ACC))[:, None]
-            stage = (done + i) % STAGES
-            mbarrier.wait(rings.v_full.index(stage), ((done + i) // STAGES) & 1)
-            acc = warpgroup_mma(p, rings.v.index(stage), acc, is_async=True)
-            acc, p = warpgroup_mma_wait(0, deps=(acc, p))
-            mbarrier.arrive(rings.v_empty.index(stage))
-    new, shrink, m, l = _scores(q_tile, rings, done + ahead, m, l, low, high, (end - 1 - ahead) * BLOCK_S, n, ME,
-                                BLOCK_S, MASK, CONSUMERS, STAGES, SCORES)  # fmt: skip
-    p = gl.convert_layout(new.to(rings.v.dtype), PROBABILITIES)
-    acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, ACC))[:, None]
-    for i in range(ahead + 1, count):
-        p, acc, m, l = _step(q_tile, rings, done + i, p, acc, m, l, low, high, (end - 1 - i) * BLOCK_S,
-                             (i < whole) | (i >= part), n, ME, BLOCK_S, MASK, CONSUMERS, STAGES, SCORES, ACC,
-                             PROBABILITIES)  # fmt: skip
+    new, shrink, m, l = _scores(q_tile, rings, done, m, l, low, high, (end - 1) * BLOCK_S, n, ME, BLOCK_S, MASK,
+                                SOFT_CAP, CONSUMERS, STAGES, SCORES)  # fmt: skip
+    p = in_pairs(gl.convert_layout(new.to(rings.v.dtype), PROBABILITIES))
+    # a loop for each kind of tile, so that the one that matters has no mask
+    for i in range(1, whole):
+        p, acc, m, l = _step(q_tile, rings, done + i, p, acc, m, l, low, high, (end - 1 - i) * BLOCK_S, True, n, ME,
+                             BLOCK_S, MASK, SOFT_CAP, CONSUMERS, STAGES, SCORES, ACC, PROBABILITIES)  # fmt: skip
+    for i in range(whole, part):
+        p, acc, m, l = _step(q_tile, rings, done + i, p, acc, m, l, low, high, (end - 1 - i) * BLOCK_S, False, n, ME,
+                             BLOCK_S, MASK, SOFT_CAP, CONSUMERS, STAGES, SCORES, ACC, PROBABILITIES)  # fmt: skip
+    if MASK == "window":
+        for i in range(part, count):
+            p, acc, m, l = _step(q_tile, rings, done + i, p, acc, m, l, low, high, (end - 1 - i) * BLOCK_S, True, n, ME,
+                                 BLOCK_S, MASK, SOFT_CAP, CONSUMERS, STAGES, SCORES, ACC, PROBABILITIES)  # fmt: skip
     done += count
     if PERSISTENT and OWN_OUTPUT:
         mbarrier.arrive(rings.q_empty.index(ME))
@@ -285,8 +306,8 @@ def _told(rings, turn, ME: gl.constexpr):
 
 
 @gluon.jit
-def _consume(output, lse, rings, n, ME: gl.constexpr, MASK: gl.constexpr, BLOCK_S: gl.constexpr, E: gl.constexpr,
-             CONSUMERS: gl.constexpr, STAGES: gl.constexpr, PERSISTENT: gl.constexpr,
+def _consume(output, lse, rings, n, ME: gl.constexpr, MASK: gl.constexpr, SOFT_CAP: gl.constexpr, BLOCK_S: gl.constexpr,
+             E: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, PERSISTENT: gl.constexpr,
              OWN_OUTPUT: gl.constexpr):  # fmt: skip
     """A warpgroup that computes."""
     if ME == CONSUMERS - 1:
@@ -296,25 +317,24 @@ def _consume(output, lse, rings, n, ME: gl.constexpr, MASK: gl.constexpr, BLOCK_
         turn = 0
         tile = _told(rings, turn, ME)
         while tile < gl.cdiv(n.T, CONSUMERS * 64) * n.heads:
-            done = _consume_tile(output, lse, rings, tile, done, n, ME, MASK, BLOCK_S, E, CONSUMERS, STAGES, PERSISTENT,
-                                 OWN_OUTPUT)  # fmt: skip
+            done = _consume_tile(output, lse, rings, tile, done, n, ME, MASK, SOFT_CAP, BLOCK_S, E, CONSUMERS, STAGES,
+                                 PERSISTENT, OWN_OUTPUT)  # fmt: skip
             turn += 1
             tile = _told(rings, turn, ME)
     else:
         mbarrier.wait(rings.q_full.index(ME), 0)
-        _consume_tile(output, lse, rings, gl.program_id(0), 0, n, ME, MASK, BLOCK_S, E, CONSUMERS, STAGES, PERSISTENT,
-                      OWN_OUTPUT)  # fmt: skip
+        _consume_tile(output, lse, rings, gl.program_id(0), 0, n, ME, MASK, SOFT_CAP, BLOCK_S, E, CONSUMERS, STAGES,
+                      PERSISTENT, OWN_OUTPUT)  # fmt: skip
     if ME == 0:
         bar_sync(TURNS, 256)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["heads", "H", "group", "T", "S", "left", "right", "shift"])
-def hopper_forward_kernel(q, k, v, output, lse, counter, heads, H, group, T, S, left, right, shift, scale,
-                          MASK: gl.constexpr, BLOCK_S: gl.constexpr, D: gl.constexpr, E: gl.constexpr,
-                          CONSUMERS: gl.constexpr, STAGES: gl.constexpr, PERSISTENT: gl.constexpr,
-                          OWN_OUTPUT: gl.constexpr, REGISTERS: gl.constexpr,
-                          FEW_REGISTERS: gl.constexpr):  # fmt: skip
+def hopper_forward_kernel(q, k, v, output, lse, counter, heads, H, group, T, S, left, right, shift, scale, inner,
+                          MASK: gl.constexpr, SOFT_CAP: gl.constexpr, BLOCK_S: gl.constexpr, D: gl.constexpr,
+                          E: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, PERSISTENT: gl.constexpr,
+                          OWN_OUTPUT: gl.constexpr, REGISTERS: gl.constexpr, FEW_REGISTERS: gl.constexpr):  # fmt: skip
     """A program has a tile of CONSUMERS x 64 queries or, PERSISTENT, takes one after another, the next one that no
     other program has: `counter` counts from 0."""
     SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -345,24 +365,24 @@ def hopper_forward_kernel(q, k, v, output, lse, counter, heads, H, group, T, S, 
         mbarrier.init(rings.v_full.index(i), count=1)
         mbarrier.init(rings.v_empty.index(i), count=CONSUMERS)
     fence_async_shared()
-    n = Numbers(heads, H, group, T, S, left, right, shift, scale)
+    n = Numbers(heads, H, group, T, S, left, right, shift, scale, inner)
     # each list of arguments in its place: a name would turn the constants into tensors
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (_consume, (output, lse, rings, n, gl.constexpr(0), MASK, BLOCK_S, E, CONSUMERS, STAGES, PERSISTENT,
-                        OWN_OUTPUT)),
-            (_consume, (output, lse, rings, n, gl.constexpr(1), MASK, BLOCK_S, E, CONSUMERS, STAGES, PERSISTENT,
-                        OWN_OUTPUT)),
+            (_consume, (output, lse, rings, n, gl.constexpr(0), MASK, SOFT_CAP, BLOCK_S, E, CONSUMERS, STAGES,
+                        PERSISTENT, OWN_OUTPUT)),
+            (_consume, (output, lse, rings, n, gl.constexpr(1), MASK, SOFT_CAP, BLOCK_S, E, CONSUMERS, STAGES,
+                        PERSISTENT, OWN_OUTPUT)),
             (_produce, (q, k, v, counter, rings, n, MASK, BLOCK_S, D, E, CONSUMERS, STAGES, PERSISTENT)),
         ], [4, 1], [REGISTERS, FEW_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consume, (output, lse, rings, n, gl.constexpr(0), MASK, BLOCK_S, E, CONSUMERS, STAGES, PERSISTENT,
-                        OWN_OUTPUT)),
-            (_consume, (output, lse, rings, n, gl.constexpr(1), MASK, BLOCK_S, E, CONSUMERS, STAGES, PERSISTENT,
-                        OWN_OUTPUT)),
-            (_consume, (output, lse, rings, n, gl.constexpr(2), MASK, BLOCK_S, E, CONSUMERS, STAGES, PERSISTENT,
-                        OWN_OUTPUT)),
+            (_consume, (output, lse, rings, n, gl.constexpr(0), MASK, SOFT_CAP, BLOCK_S, E, CONSUMERS, STAGES,
+                        PERSISTENT, OWN_OUTPUT)),
+            (_consume, (output, lse, rings, n, gl.constexpr(1), MASK, SOFT_CAP, BLOCK_S, E, CONSUMERS, STAGES,
+                        PERSISTENT, OWN_OUTPUT)),
+            (_consume, (output, lse, rings, n, gl.constexpr(2), MASK, SOFT_CAP, BLOCK_S, E, CONSUMERS, STAGES,
+                        PERSISTENT, OWN_OUTPUT)),
             (_produce, (q, k, v, counter, rings, n, MASK, BLOCK_S, D, E, CONSUMERS, STAGES, PERSISTENT)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, FEW_REGISTERS])  # fmt: skip
 
@@ -390,7 +410,7 @@ def hopper_forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tenso
     d, e = tile_width(D), tile_width(E)
     row = FORWARD[max(d, e)]
     block_t = 64 * row.consumers
-    mask = compiled_features(terms, 0)[0]
+    mask, cap = kind_of_mask(terms), terms.soft_cap
     tiles = blocks(T, block_t) * B * H
     programs = min(tiles, multiprocessors(q.device))
     persistent = programs < tiles
@@ -398,9 +418,10 @@ def hopper_forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tenso
     inputs = [describe(readable(x), *tile) for x, tile in ((q, (64, d)), (k, (row.block_s, d)), (v, (row.block_s, e)))]
     run(
         hopper_forward_kernel, q.device, programs, Launch(block_t, row.block_s, 4, row.stages),
-        ("hopper forward", q.device, q.dtype, D, E, mask, persistent),
+        ("hopper forward", q.device, q.dtype, D, E, mask, cap > 0, persistent),
         *inputs, describe(output, 64, e), lse, counter, B * H, H, H // G, T, S, terms.left, terms.right,
-        0 if terms.top_left else S - T, terms.scale * LOG2_E.value, mask, row.block_s, d, e, row.consumers, row.stages,
-        persistent, owns_output(row, d, e, persistent), row.registers, row.few_registers,
+        0 if terms.top_left else S - T, (cap or terms.scale) * LOG2_E.value, terms.scale / (cap or 1.0), mask, cap > 0,
+        row.block_s, d, e, row.consumers, row.stages, persistent, owns_output(row, d, e, persistent), row.registers,
+        row.few_registers,
     )  # fmt: skip
     return output, lse

@@ -26,9 +26,9 @@ def place(row):
 @triton.jit(do_not_specialize=["H", "T", "padded", "dl_b", "dl_h", "dl_t"],
             do_not_specialize_on_alignment=["do", "output", "lse", "grad_lse"])  # fmt: skip
 def rows_kernel(do, output, lse, grad_lse, start_s, start_dp, dq_sum, do_strides, o_strides, dl_b, dl_h, dl_t, H, T,
-                padded, scale, D: tl.constexpr, E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+                padded, unit, D: tl.constexpr, E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
                 BLOCK_E: tl.constexpr, WIDTH: tl.constexpr, HAS_GRAD_LSE: tl.constexpr):  # fmt: skip
-    """-L / scale and -delta = dL - rowsum(dO * O), each [B H, padded] fp32 by `place`, and zeros [B H, T, D] for dQ's
+    """-L unit and -delta = dL - rowsum(dO * O), each [B H, padded] fp32 by `place`, and zeros [B H, T, D] for dQ's
     sums: one program, BLOCK_T rows of one head.
 
     Rows that saw nothing or are none get L = HIGHEST and delta = 0, and so P = dS = 0.
@@ -44,7 +44,7 @@ def rows_kernel(do, output, lse, grad_lse, start_s, start_dp, dq_sum, do_strides
     L = tl.load(lse + head.to(tl.int64) * T + rows, mask=rows < T, other=float("-inf"))
     nothing = L == float("-inf")
     to = head.to(tl.int64) * padded + place(rows)
-    tl.store(start_s + to, -tl.where(nothing, HIGHEST, L) / scale)
+    tl.store(start_s + to, -tl.where(nothing, HIGHEST, L) * unit)
     tl.store(start_dp + to, tl.where(nothing, 0.0, -delta))
     sums = dq_sum + (head.to(tl.int64) * T + first) * D
     zeros = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
@@ -60,9 +60,9 @@ def finish_kernel(dq_sum, dq, octets, scale, BLOCK: tl.constexpr):
 
 
 def begin(
-    do: Tensor, output: Tensor, lse: Tensor, grad_lse: Tensor | None, D: int, padded: int, scale: float
+    do: Tensor, output: Tensor, lse: Tensor, grad_lse: Tensor | None, D: int, padded: int, unit: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Where the sums of S^T, dP^T and dQ begin, fp32: -L / scale and -delta [B H, padded] by `place`, and zeros
+    """Where the sums of S^T, dP^T and dQ begin, fp32: -L unit and -delta [B H, padded] by `place`, and zeros
     [1, B H, T, D]."""
     B, H, T, E = output.shape
     start_s, start_dp = (empty(lse, B * H, padded) for _ in range(2))
@@ -77,7 +77,7 @@ def begin(
     )  # fmt: skip
     run(
         rows_kernel, o.device, padded // ROWS.block_t * B * H, ROWS, key,
-        do, o, lse, dl, start_s, start_dp, dq_sum, *strides, *dl.stride(), H, T, padded, scale, D, E, ROWS.block_t,
+        do, o, lse, dl, start_s, start_dp, dq_sum, *strides, *dl.stride(), H, T, padded, unit, D, E, ROWS.block_t,
         block_size(D), block_size(E), width, grad_lse is not None,
     )  # fmt: skip
     return start_s, start_dp, dq_sum

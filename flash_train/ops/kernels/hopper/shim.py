@@ -21,11 +21,14 @@ __all__ = [
     "describe_numbers",
     "exp2",
     "fetch_add",
+    "in_pairs",
     "load",
     "own_registers",
     "reduce_add",
+    "rescale",
     "seam",
     "store",
+    "tanh",
     "view",
 ]
 
@@ -120,6 +123,40 @@ def exp2(x):
     return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
+@gluon.constexpr_function
+def _rescale(n):
+    multiply = "".join(f"mul.f32 ${i}, ${i}, ${2 * n + i}; " for i in range(n))
+    return (
+        f"{{ .reg .pred one, two; setp.neu.f32 one, ${2 * n}, 0f3F800000; setp.neu.f32 two, ${2 * n + 2}, 0f3F800000; "
+        f"or.pred one, one, two; vote.sync.any.pred one, one, 0xffffffff; @!one bra DONE; {multiply}DONE: }}"
+    )
+
+
+@gluon.constexpr_function
+def _rescale_constraints(n):
+    return ",".join(["=f"] * n + [str(i) for i in range(n)] + ["f"] * n)
+
+
+@gluon.jit
+def rescale(acc, factor):
+    """`acc` [64, N], a product's sums, times a factor a row [64, 1]: done by those warps alone that have a factor other
+    than 1. (A thread has two rows, of which every other pair of its numbers is.)"""
+    N: gl.constexpr = acc.shape[1] // 2
+    factors, _ = gl.broadcast(factor, acc)
+    return gl.inline_asm_elementwise(_rescale(N), _rescale_constraints(N), [acc, factors], dtype=gl.float32,
+                                     is_pure=True, pack=N)  # fmt: skip
+
+
+@gluon.jit
+def tanh(x):
+    """1 - 2 / (exp(2x) + 1), to 2^-22; the hardware's own knows 11 bits."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .f32 e; mul.f32 e, $1, 0f4038AA3B; ex2.approx.ftz.f32 e, e; add.f32 e, e, 0f3F800000; "
+        "rcp.approx.ftz.f32 e, e; fma.rn.f32 $0, e, 0fC0000000, 0f3F800000; }",
+        "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
 @gluon.jit
 def fetch_add(pointer):
     """The 32-bit integer at the pointer, to which 1 is added. For a partition of one warp."""
@@ -129,6 +166,12 @@ def fetch_add(pointer):
         "shfl.sync.idx.b32 $0, found, 0, 31, 0xffffffff; }",
         "=r,l,~{memory}", [pointer.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
+
+
+@gluon.jit
+def in_pairs(x):
+    """`x` of 16-bit numbers, two to a register: a loop that carries it would otherwise take it apart."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=True, pack=2)
 
 
 @gluon.jit
