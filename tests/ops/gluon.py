@@ -169,13 +169,15 @@ def run_on_cpu(
     names["gl"] = types.SimpleNamespace(
         constexpr=lambda x: x, float32=torch.float32, int32=torch.int32, int64=torch.int64, static_range=range,
         cdiv=lambda a, b: -(-a // b), program_id=lambda axis: program, num_programs=lambda axis: programs,
-        max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis), log=torch.log,
+        max=lambda x, axis: x.amax(axis), min=lambda x, axis: x.amin(axis), sum=lambda x, axis: x.sum(axis),
+        log=torch.log,
         maximum=lambda a, b: torch.maximum(a, torch.as_tensor(b, dtype=a.dtype)),
         minimum=lambda a, b: torch.minimum(a, torch.as_tensor(b, dtype=a.dtype)),
         store=lambda pointer, value, mask: pointer.store(value, mask),
         zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
         full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
-        arange=lambda a, b, layout: torch.arange(a, b), where=torch.where, broadcast=torch.broadcast_tensors,
+        arange=lambda a, b, layout: torch.arange(a, b), broadcast=torch.broadcast_tensors,
+        where=lambda *x: torch.where(*map(torch.as_tensor, x)),
         convert_layout=lambda x, layout, assert_trivial=False: x,
         allocate_shared_memory=allocate, warp_specialize=specialize,
         **dict.fromkeys(
@@ -192,7 +194,7 @@ def run_on_cpu(
         tma=types.SimpleNamespace(store_wait=nothing), fence_async_shared=nothing, load=_load, store=_store,
         reduce_add=reduce_add, view=lambda x, dtype, shape, layout: Shared(x.data.view(shape)),
         bar_sync=meet, bar_arrive=lambda number, threads: meet(number, threads, stay=False),
-        seam=nothing, exp2=torch.exp2, tanh=torch.tanh, in_pairs=lambda x: x,
+        seam=nothing, stored=nothing, exp2=torch.exp2, tanh=torch.tanh, in_pairs=lambda x: x,
         rescale=lambda acc, factor: acc * factor, fetch_add=fetch_add, layout_of=nothing, own_registers=lambda x: x,
         warpgroup_mma=multiply, warpgroup_mma_wait=lambda left, deps: deps[0] if len(deps) == 1 else deps,
     )  # fmt: skip

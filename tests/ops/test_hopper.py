@@ -28,6 +28,7 @@ def visible(T: int, S: int, left: int, right: int, shift: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("mask", ["full", "causal", "window"])
 def test_the_key_tiles_of_a_block_are_those_that_it_sees_and_the_unmasked_ones_are_seen_whole(mask):
+    """Before those comes a key that each query sees, if it sees any: its first maximum."""
     block_t, block_s = 6, 4
     bounds = {"full": [(UNBOUNDED, UNBOUNDED)], "causal": [(UNBOUNDED, 0)]}.get(
         mask, list(itertools.product((0, 1, 3, 9, UNBOUNDED), (0, 2, 7, UNBOUNDED)))
@@ -45,6 +46,8 @@ def test_the_key_tiles_of_a_block_are_those_that_it_sees_and_the_unmasked_ones_a
             assert touched <= set(visited) and (touched == set(visited) or not touched or not rows.any(1).all())
             for tile in visited[whole:part]:
                 assert (tile + 1) * block_s <= S and rows[:, tile * block_s : (tile + 1) * block_s].all()
+            for row in rows[rows.any(1)]:
+                assert row[visited[whole - 1] * block_s :].any()
             assert mask == "window" or part == count
             assert mask != "full" or whole == 1
 
@@ -67,6 +70,21 @@ def test_on_the_cpu_product_by_product_the_answers_are_the_tiled_paths(
 ):
     torch.manual_seed(0)
     q, k, v = torch.randn(2, T, 4, D).transpose(1, 2), torch.randn(2, 2, S, D), torch.randn(2, 2, S, E)
+    compare_on_the_cpu(q, k, v, mask, soft_cap, programs, monkeypatch)
+
+
+@pytest.mark.parametrize("mask", [Mask(), Mask(causal=True), Mask(window=(300, 200))], ids=str)
+def test_a_score_far_above_the_first_tiles_maximum_is_not_lost(mask, monkeypatch):
+    """In some tiles of a program, and in none of its other ones."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 4, 450, 64), torch.randn(2, 2, 450, 64), torch.randn(2, 2, 450, 64)
+    k[1, 0, 3] *= 40.0
+    assert (q[1, 0] @ k[1, 0, 3]).max() * 0.3 > 4 * 44
+    q[0, 2, 400, 7] = float("nan")
+    compare_on_the_cpu(q, k, v, mask, None, 2, monkeypatch)
+
+
+def compare_on_the_cpu(q, k, v, mask, soft_cap, programs, monkeypatch):
     score = Score(soft_cap=soft_cap)
     expected = flash_attention_with_lse(q, k, v, mask=mask, score=score, scale=0.3, implementation="tiled")
 
@@ -82,7 +100,7 @@ def test_on_the_cpu_product_by_product_the_answers_are_the_tiled_paths(
     right, cap = 0 if mask.causal else right, soft_cap or 0.0
     terms = Terms(0.3, left=left, right=right, top_left=mask.alignment == "top_left", soft_cap=cap)
     for ours, theirs in zip(forward.hopper_forward(q, k, v, terms), expected, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=2e-5)
+        torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=2e-5, equal_nan=True)
 
 
 @pytest.mark.parametrize(
@@ -165,6 +183,21 @@ def test_flash_takes_the_faster_of_the_two_forwards(T, D, asked, runs, monkeypat
 )
 def test_the_answers_are_as_exact_as_the_portable_kernels(case, D, E, dtype):
     check(inputs(case._replace(D=D, E=E), dtype, "cuda"), implementation="hopper")
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("far", [False, True])
+def test_programs_that_walk_are_as_exact_and_lose_no_score_far_above_the_others(D, causal, far, dtype, monkeypatch):
+    monkeypatch.setattr(forward, "multiprocessors", lambda device: 5)
+    x = inputs(Case(2, 4, 2, 651 + far, 651 + far, D, D, causal=causal), dtype, "cuda")
+    if far:
+        with torch.no_grad():
+            x.k[1, 0, 3] *= 100.0
+    check(x, implementation="hopper")
 
 
 @pytest.mark.gpu

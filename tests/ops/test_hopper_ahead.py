@@ -33,8 +33,8 @@ def forward(
     row, names = FORWARD[max(D, E)], hopper_forward_kernel.arg_names
     constants = dict(
         MASK=mask, SOFT_CAP=soft_cap, BLOCK_S=row.block_s, D=D, E=E, CONSUMERS=row.consumers, STAGES=row.stages,
-        PERSISTENT=persistent, OWN_OUTPUT=owns_output(row, D, E, persistent), REGISTERS=row.registers,
-        FEW_REGISTERS=row.few_registers,
+        PERSISTENT=persistent, FIXED_MAX=persistent and dtype == "bf16",
+        OWN_OUTPUT=owns_output(row, D, E, persistent), REGISTERS=row.registers, FEW_REGISTERS=row.few_registers,
     )  # fmt: skip
     types = dict.fromkeys(names, "i32") | dict.fromkeys(constants, "constexpr") | dict(
         q=tile(dtype, 64, D), k=tile(dtype, row.block_s, D), v=tile(dtype, row.block_s, E), output=tile(dtype, 64, E),

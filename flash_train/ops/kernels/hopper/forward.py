@@ -4,7 +4,12 @@ The design is FlashAttention-3's (Shah et al. 2024, arXiv 2407.08608, sections 3
 producer warp fills rings of key and value tiles through the copy engine; each consumer warpgroup holds 64 queries. It
 starts S = Q K^T of one tile and O += P V of the tile before, and computes the softmax of S while P V is still running.
 Named barriers let the warpgroups take turns at the tensor cores. Keys are visited from last to first, so that with a
-causal mask the tiles that need it come first, and the main loop needs none; a window's has a branch.
+causal mask the tiles that need it come first; they have loops of their own, and the main loop has no mask.
+
+Where programs walk, the main loop looks for no maxima either (FIXED_MAX): a row keeps the maximum that its first tiles
+gave it, and nothing is ever rescaled. Softmax does not depend on what is subtracted, rounding of floating-point numbers
+does not depend on their size, and exponentials in bf16 have the range of fp32: a later score may exceed the maximum by
+44 (64 in log2). A row in which one does is seen by its sum, and its tile is computed again with every maximum.
 """
 
 import functools
@@ -35,6 +40,7 @@ from flash_train.ops.kernels.hopper.shim import (
     load,
     rescale,
     store,
+    stored,
     tanh,
     view,
 )
@@ -47,6 +53,8 @@ from flash_train.ops.kernels.tiles import LN_2, LOG2_E, LOWEST
 SLACK = gl.constexpr(8.0)
 """A row's maximum is replaced by a larger one, and older sums made smaller, only if that is larger by more than this in
 log2: exponentials are at most 2^8 then, which fp16 holds, and most steps rescale nothing."""
+MANY = gl.constexpr(2.0**64)
+"""Where maxima are left out, no row's sum of exponentials may reach it: the output's sums then hold values to 2^64."""
 TURNS = gl.constexpr(8)
 """The first of the named barriers at which consumers wait for their turn."""
 
@@ -55,7 +63,10 @@ class Rings(NamedTuple):
     """Tiles in shared memory, and the barriers that say of each whether it is full or empty."""
 
     tile: Any
-    """One integer: which tile the queries are of, if programs walk; more than there are behind the last."""
+    """One integer: which tile the queries are of, if programs walk; more than there are behind the last. Tile i that
+    is done again, with every maximum, is -1 - i."""
+    sums: Any
+    """Of each row's exponentials, if maxima are left out."""
     q: Any
     k: Any
     v: Any
@@ -123,27 +134,45 @@ def _produce_tile(q, k, v, rings, tile, done, n, MASK: gl.constexpr, BLOCK_S: gl
 
 
 @gluon.jit
-def _tell(rings, tile, turn, CONSUMERS: gl.constexpr):
-    """The consumers' next tile, as soon as they have read the queries of the last one."""
-    for i in gl.static_range(CONSUMERS):
-        mbarrier.wait(rings.q_empty.index(i), (turn & 1) ^ 1)
+def _tell(rings, tile):
+    """The consumers' next tile."""
     rings.tile.store(gl.full([1], tile, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
 
 
 @gluon.jit
+def _overflowed(rings, CONSUMERS: gl.constexpr):
+    """Whether a row's sum is too large, or not a number."""
+    ROWS: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
+    fine = rings.sums.index(0).load(ROWS) < MANY
+    for i in gl.static_range(1, CONSUMERS):
+        fine = fine & (rings.sums.index(i).load(ROWS) < MANY)
+    return gl.min(fine.to(gl.int32), 0) == 0
+
+
+@gluon.jit
 def _produce(q, k, v, counter, rings, n, MASK: gl.constexpr, BLOCK_S: gl.constexpr, D: gl.constexpr, E: gl.constexpr,
-             CONSUMERS: gl.constexpr, STAGES: gl.constexpr, PERSISTENT: gl.constexpr):  # fmt: skip
+             CONSUMERS: gl.constexpr, STAGES: gl.constexpr, PERSISTENT: gl.constexpr,
+             FIXED_MAX: gl.constexpr):  # fmt: skip
     """The warp that fetches."""
     tile = gl.program_id(0)
     if PERSISTENT:
         done = 0
         turn = 0
+        following = tile
         while tile < gl.cdiv(n.T, CONSUMERS * 64) * n.heads:
-            _tell(rings, tile, turn, CONSUMERS)
-            done = _produce_tile(q, k, v, rings, tile, done, n, MASK, BLOCK_S, D, E, CONSUMERS, STAGES)
-            tile = gl.num_programs(0) + fetch_add(counter)
+            _tell(rings, tile)
+            done = _produce_tile(q, k, v, rings, gl.where(tile < 0, -1 - tile, tile), done, n, MASK, BLOCK_S, D, E,
+                                 CONSUMERS, STAGES)  # fmt: skip
+            if tile >= 0:
+                following = gl.num_programs(0) + fetch_add(counter)
+            for i in gl.static_range(CONSUMERS):  # until the queries are read
+                mbarrier.wait(rings.q_empty.index(i), turn & 1)
             turn += 1
-        _tell(rings, tile, turn, CONSUMERS)
+            again = False
+            if FIXED_MAX:
+                again = (tile >= 0) & _overflowed(rings, CONSUMERS)
+            tile = gl.where(again, -1 - tile, following)
+        _tell(rings, tile)
         for i in gl.static_range(CONSUMERS):
             mbarrier.arrive(rings.q_full.index(i))
     else:
@@ -205,8 +234,8 @@ def _scores(q_tile, rings, i, m, l, low, high, first_key, n, ME: gl.constexpr, B
 
 
 @gluon.jit
-def _step(q_tile, rings, i, p, acc, m, l, low, high, first_key, MASKED: gl.constexpr, n, ME: gl.constexpr,
-          BLOCK_S: gl.constexpr, MASK: gl.constexpr, SOFT_CAP: gl.constexpr, CONSUMERS: gl.constexpr,
+def _step(q_tile, rings, i, p, acc, m, l, low, high, first_key, MASKED: gl.constexpr, FIXED_MAX: gl.constexpr, n,
+          ME: gl.constexpr, BLOCK_S: gl.constexpr, MASK: gl.constexpr, SOFT_CAP: gl.constexpr, CONSUMERS: gl.constexpr,
           STAGES: gl.constexpr, SCORES: gl.constexpr, ACC: gl.constexpr, PROBABILITIES: gl.constexpr):  # fmt: skip
     """Key tile i of the rings: its scores and softmax, and P V of the tile before it."""
     stage, before = i % STAGES, (i - 1) % STAGES
@@ -223,18 +252,25 @@ def _step(q_tile, rings, i, p, acc, m, l, low, high, first_key, MASKED: gl.const
         s = tanh(s * n.inner)
     if MASKED:
         s = hide(s, low, high, first_key, BLOCK_S, MASK == "window", True)
-    m, shrink = _maxima(s, m, n)
-    acc, p = warpgroup_mma_wait(0, deps=(acc, p))
-    mbarrier.arrive(rings.v_empty.index(before))
-    acc = rescale(acc, gl.convert_layout(shrink, gl.SliceLayout(1, ACC))[:, None])
-    new, l = _softmax(s, m, shrink, l, n, BLOCK_S)
+    if FIXED_MAX:
+        new = exp2(s * n.scale - m[:, None])
+        l += _row_sum(new, BLOCK_S)
+        acc, p = warpgroup_mma_wait(0, deps=(acc, p))
+        mbarrier.arrive(rings.v_empty.index(before))
+    else:
+        m, shrink = _maxima(s, m, n)
+        acc, p = warpgroup_mma_wait(0, deps=(acc, p))
+        mbarrier.arrive(rings.v_empty.index(before))
+        acc = rescale(acc, gl.convert_layout(shrink, gl.SliceLayout(1, ACC))[:, None])
+        new, l = _softmax(s, m, shrink, l, n, BLOCK_S)
     return in_pairs(gl.convert_layout(new.to(rings.v.dtype), PROBABILITIES)), acc, m, l
 
 
 @gluon.jit
-def _consume_tile(output, lse, rings, tile, done, n, ME: gl.constexpr, MASK: gl.constexpr, SOFT_CAP: gl.constexpr,
-                  BLOCK_S: gl.constexpr, E: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
-                  PERSISTENT: gl.constexpr, OWN_OUTPUT: gl.constexpr):  # fmt: skip
+def _consume_tile(output, lse, rings, tile, done, again, n, ME: gl.constexpr, MASK: gl.constexpr,
+                  SOFT_CAP: gl.constexpr, BLOCK_S: gl.constexpr, E: gl.constexpr, CONSUMERS: gl.constexpr,
+                  STAGES: gl.constexpr, PERSISTENT: gl.constexpr, FIXED_MAX: gl.constexpr,
+                  OWN_OUTPUT: gl.constexpr):  # fmt: skip
     """64 queries of a tile, those from 64 ME on. Returns how many tiles of keys the rings have seen."""
     BLOCK_T: gl.constexpr = CONSUMERS * 64
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1],
@@ -246,6 +282,8 @@ def _consume_tile(output, lse, rings, tile, done, n, ME: gl.constexpr, MASK: gl.
     b = head // n.H
     h = head - b * n.H
     end, whole, part, count = key_tiles(block, n, BLOCK_T, BLOCK_S, MASK)
+    if FIXED_MAX:  # again: with every maximum, in the loop that has a mask
+        whole = gl.where(again, part, whole)
     first = block * BLOCK_T + ME * 64
     rows = first + gl.arange(0, 64, gl.SliceLayout(1, SCORES))
     low = rows + (n.shift - n.left)
@@ -261,22 +299,26 @@ def _consume_tile(output, lse, rings, tile, done, n, ME: gl.constexpr, MASK: gl.
     p = in_pairs(gl.convert_layout(new.to(rings.v.dtype), PROBABILITIES))
     # a loop for each kind of tile, so that the one that matters has no mask
     for i in range(1, whole):
-        p, acc, m, l = _step(q_tile, rings, done + i, p, acc, m, l, low, high, (end - 1 - i) * BLOCK_S, True, n, ME,
-                             BLOCK_S, MASK, SOFT_CAP, CONSUMERS, STAGES, SCORES, ACC, PROBABILITIES)  # fmt: skip
+        p, acc, m, l = _step(q_tile, rings, done + i, p, acc, m, l, low, high, (end - 1 - i) * BLOCK_S, True, False,
+                             n, ME, BLOCK_S, MASK, SOFT_CAP, CONSUMERS, STAGES, SCORES, ACC, PROBABILITIES)  # fmt: skip
     for i in range(whole, part):
-        p, acc, m, l = _step(q_tile, rings, done + i, p, acc, m, l, low, high, (end - 1 - i) * BLOCK_S, False, n, ME,
-                             BLOCK_S, MASK, SOFT_CAP, CONSUMERS, STAGES, SCORES, ACC, PROBABILITIES)  # fmt: skip
+        p, acc, m, l = _step(q_tile, rings, done + i, p, acc, m, l, low, high, (end - 1 - i) * BLOCK_S, False,
+                             FIXED_MAX, n, ME, BLOCK_S, MASK, SOFT_CAP, CONSUMERS, STAGES, SCORES, ACC,
+                             PROBABILITIES)  # fmt: skip
     if MASK == "window":
         for i in range(part, count):
-            p, acc, m, l = _step(q_tile, rings, done + i, p, acc, m, l, low, high, (end - 1 - i) * BLOCK_S, True, n, ME,
-                                 BLOCK_S, MASK, SOFT_CAP, CONSUMERS, STAGES, SCORES, ACC, PROBABILITIES)  # fmt: skip
+            p, acc, m, l = _step(q_tile, rings, done + i, p, acc, m, l, low, high, (end - 1 - i) * BLOCK_S, True,
+                                 False, n, ME, BLOCK_S, MASK, SOFT_CAP, CONSUMERS, STAGES, SCORES, ACC,
+                                 PROBABILITIES)  # fmt: skip
     done += count
+    l_row = gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, SCORES))
+    if FIXED_MAX:
+        rings.sums.index(ME).store(l_row)
     if PERSISTENT and OWN_OUTPUT:
         mbarrier.arrive(rings.q_empty.index(ME))
     before = (done - 1) % STAGES
     mbarrier.wait(rings.v_full.index(before), ((done - 1) // STAGES) & 1)
     acc = warpgroup_mma(p, rings.v.index(before), acc, is_async=True)
-    l_row = gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, SCORES))
     empty_row = l_row == 0.0  # which saw nothing: output 0, log-sum-exp minus infinity
     l_safe = gl.where(empty_row, 1.0, l_row)
     gl.store(
@@ -287,7 +329,7 @@ def _consume_tile(output, lse, rings, tile, done, n, ME: gl.constexpr, MASK: gl.
     acc, p = warpgroup_mma_wait(0, deps=(acc, p))
     if PERSISTENT:
         mbarrier.arrive(rings.v_empty.index(before))
-        tma.store_wait(0)
+        stored()  # what a tile that is done again has stored, too
     acc = acc * gl.convert_layout(1.0 / l_safe, gl.SliceLayout(1, ACC))[:, None]
     out_tile.store(acc.to(output.dtype))
     fence_async_shared()
@@ -308,7 +350,7 @@ def _told(rings, turn, ME: gl.constexpr):
 @gluon.jit
 def _consume(output, lse, rings, n, ME: gl.constexpr, MASK: gl.constexpr, SOFT_CAP: gl.constexpr, BLOCK_S: gl.constexpr,
              E: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, PERSISTENT: gl.constexpr,
-             OWN_OUTPUT: gl.constexpr):  # fmt: skip
+             FIXED_MAX: gl.constexpr, OWN_OUTPUT: gl.constexpr):  # fmt: skip
     """A warpgroup that computes."""
     if ME == CONSUMERS - 1:
         bar_arrive(TURNS, 256)
@@ -317,14 +359,15 @@ def _consume(output, lse, rings, n, ME: gl.constexpr, MASK: gl.constexpr, SOFT_C
         turn = 0
         tile = _told(rings, turn, ME)
         while tile < gl.cdiv(n.T, CONSUMERS * 64) * n.heads:
-            done = _consume_tile(output, lse, rings, tile, done, n, ME, MASK, SOFT_CAP, BLOCK_S, E, CONSUMERS, STAGES,
-                                 PERSISTENT, OWN_OUTPUT)  # fmt: skip
+            done = _consume_tile(output, lse, rings, gl.where(tile < 0, -1 - tile, tile), done, tile < 0, n, ME, MASK,
+                                 SOFT_CAP, BLOCK_S, E, CONSUMERS, STAGES, PERSISTENT, FIXED_MAX,
+                                 OWN_OUTPUT)  # fmt: skip
             turn += 1
             tile = _told(rings, turn, ME)
     else:
         mbarrier.wait(rings.q_full.index(ME), 0)
-        _consume_tile(output, lse, rings, gl.program_id(0), 0, n, ME, MASK, SOFT_CAP, BLOCK_S, E, CONSUMERS, STAGES,
-                      PERSISTENT, OWN_OUTPUT)  # fmt: skip
+        _consume_tile(output, lse, rings, gl.program_id(0), 0, False, n, ME, MASK, SOFT_CAP, BLOCK_S, E, CONSUMERS,
+                      STAGES, PERSISTENT, FIXED_MAX, OWN_OUTPUT)  # fmt: skip
     if ME == 0:
         bar_sync(TURNS, 256)
     tma.store_wait(0)
@@ -334,7 +377,8 @@ def _consume(output, lse, rings, n, ME: gl.constexpr, MASK: gl.constexpr, SOFT_C
 def hopper_forward_kernel(q, k, v, output, lse, counter, heads, H, group, T, S, left, right, shift, scale, inner,
                           MASK: gl.constexpr, SOFT_CAP: gl.constexpr, BLOCK_S: gl.constexpr, D: gl.constexpr,
                           E: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, PERSISTENT: gl.constexpr,
-                          OWN_OUTPUT: gl.constexpr, REGISTERS: gl.constexpr, FEW_REGISTERS: gl.constexpr):  # fmt: skip
+                          FIXED_MAX: gl.constexpr, OWN_OUTPUT: gl.constexpr, REGISTERS: gl.constexpr,
+                          FEW_REGISTERS: gl.constexpr):  # fmt: skip
     """A program has a tile of CONSUMERS x 64 queries or, PERSISTENT, takes one after another, the next one that no
     other program has: `counter` counts from 0."""
     SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -348,6 +392,7 @@ def hopper_forward_kernel(q, k, v, output, lse, counter, heads, H, group, T, S, 
         out_tiles = q_tiles
     rings = Rings(
         gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        gl.allocate_shared_memory(gl.float32, [CONSUMERS, 64], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         q_tiles, k_tiles, v_tiles, out_tiles,
         gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER),
@@ -370,20 +415,20 @@ def hopper_forward_kernel(q, k, v, output, lse, counter, heads, H, group, T, S, 
     if CONSUMERS == 2:
         gl.warp_specialize([
             (_consume, (output, lse, rings, n, gl.constexpr(0), MASK, SOFT_CAP, BLOCK_S, E, CONSUMERS, STAGES,
-                        PERSISTENT, OWN_OUTPUT)),
+                        PERSISTENT, FIXED_MAX, OWN_OUTPUT)),
             (_consume, (output, lse, rings, n, gl.constexpr(1), MASK, SOFT_CAP, BLOCK_S, E, CONSUMERS, STAGES,
-                        PERSISTENT, OWN_OUTPUT)),
-            (_produce, (q, k, v, counter, rings, n, MASK, BLOCK_S, D, E, CONSUMERS, STAGES, PERSISTENT)),
+                        PERSISTENT, FIXED_MAX, OWN_OUTPUT)),
+            (_produce, (q, k, v, counter, rings, n, MASK, BLOCK_S, D, E, CONSUMERS, STAGES, PERSISTENT, FIXED_MAX)),
         ], [4, 1], [REGISTERS, FEW_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
             (_consume, (output, lse, rings, n, gl.constexpr(0), MASK, SOFT_CAP, BLOCK_S, E, CONSUMERS, STAGES,
-                        PERSISTENT, OWN_OUTPUT)),
+                        PERSISTENT, FIXED_MAX, OWN_OUTPUT)),
             (_consume, (output, lse, rings, n, gl.constexpr(1), MASK, SOFT_CAP, BLOCK_S, E, CONSUMERS, STAGES,
-                        PERSISTENT, OWN_OUTPUT)),
+                        PERSISTENT, FIXED_MAX, OWN_OUTPUT)),
             (_consume, (output, lse, rings, n, gl.constexpr(2), MASK, SOFT_CAP, BLOCK_S, E, CONSUMERS, STAGES,
-                        PERSISTENT, OWN_OUTPUT)),
-            (_produce, (q, k, v, counter, rings, n, MASK, BLOCK_S, D, E, CONSUMERS, STAGES, PERSISTENT)),
+                        PERSISTENT, FIXED_MAX, OWN_OUTPUT)),
+            (_produce, (q, k, v, counter, rings, n, MASK, BLOCK_S, D, E, CONSUMERS, STAGES, PERSISTENT, FIXED_MAX)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, FEW_REGISTERS])  # fmt: skip
 
 
@@ -391,7 +436,7 @@ def owns_output(row: Forward, d: int, e: int, persistent: bool) -> bool:
     """Whether the output has tiles beside the others: the next queries can then arrive early. Else it takes the place
     of its queries, if that has the same shape."""
     tiles = 64 * row.consumers * (d + e) + row.stages * row.block_s * (d + e)
-    return d != e or (persistent and 2 * tiles + 1024 <= SHARED_BYTES)
+    return d != e or (persistent and 2 * tiles + 2048 <= SHARED_BYTES)
 
 
 @functools.cache
@@ -414,6 +459,7 @@ def hopper_forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tenso
     tiles = blocks(T, block_t) * B * H
     programs = min(tiles, multiprocessors(q.device))
     persistent = programs < tiles
+    fixed_max = persistent and torch.finfo(q.dtype).max > MANY.value
     counter = zeros(q, 1, dtype=torch.int32) if persistent else lse  # which then is not read
     inputs = [describe(readable(x), *tile) for x, tile in ((q, (64, d)), (k, (row.block_s, d)), (v, (row.block_s, e)))]
     run(
@@ -421,7 +467,7 @@ def hopper_forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tenso
         ("hopper forward", q.device, q.dtype, D, E, mask, cap > 0, persistent),
         *inputs, describe(output, 64, e), lse, counter, B * H, H, H // G, T, S, terms.left, terms.right,
         0 if terms.top_left else S - T, (cap or terms.scale) * LOG2_E.value, terms.scale / (cap or 1.0), mask, cap > 0,
-        row.block_s, d, e, row.consumers, row.stages, persistent, owns_output(row, d, e, persistent), row.registers,
-        row.few_registers,
+        row.block_s, d, e, row.consumers, row.stages, persistent, fixed_max, owns_output(row, d, e, persistent),
+        row.registers, row.few_registers,
     )  # fmt: skip
     return output, lse

@@ -31,7 +31,7 @@ def key_tiles(block, n, BLOCK_T: gl.constexpr, BLOCK_S: gl.constexpr, MASK: gl.c
         end, full_end = (n.S + BLOCK_S - 1) // BLOCK_S, n.S // BLOCK_S
     else:
         end = (min(max(bottom + n.right + 1, 0), n.S) + BLOCK_S - 1) // BLOCK_S
-        full_end = min(max(top + n.right + 1, 0), n.S) // BLOCK_S
+        full_end = min(max(top + n.right, 0), n.S) // BLOCK_S  # the last key of the first query not among them
     start, full = 0, 0
     if MASK == "window":
         start = min(max(top - n.left, 0), n.S) // BLOCK_S

@@ -28,6 +28,7 @@ __all__ = [
     "rescale",
     "seam",
     "store",
+    "stored",
     "tanh",
     "view",
 ]
@@ -166,6 +167,13 @@ def fetch_add(pointer):
         "shfl.sync.idx.b32 $0, found, 0, 31, 0xffffffff; }",
         "=r,l,~{memory}", [pointer.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
+
+
+@gluon.jit
+def stored():
+    """Wait until what this thread gave the copy engine to store is there. (`tma.store_wait`: until it is read.)"""
+    gl.inline_asm_elementwise("cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r,~{memory}", [], dtype=gl.int32,
+                              is_pure=False, pack=1)  # fmt: skip
 
 
 @gluon.jit
