@@ -10,7 +10,7 @@ from flash_train.ops.attention import Mask, Score, choose_implementation, flash_
 from flash_train.ops.features import UNBOUNDED, Terms
 from flash_train.ops.kernels.hopper import forward
 from flash_train.ops.kernels.hopper.forward import Numbers
-from flash_train.ops.kernels.hopper.places import key_tiles
+from flash_train.ops.kernels.hopper.places import key_tile, key_tiles
 from tests.ops.cases import Case, inputs
 from tests.ops.errors import check, results
 from tests.ops.gluon import run_on_cpu
@@ -38,18 +38,20 @@ def test_the_key_tiles_of_a_block_are_those_that_it_sees_and_the_unmasked_ones_a
         seen = visible(T, S, left, right, shift)
         n = Numbers(1, 1, 1, T, S, left, right, shift, 1.0, 1.0)
         for block in range(-(-T // block_t)):
-            end, whole, part, count = vars(key_tiles)["fn"](block, n, block_t, block_s, mask)
+            tiles = vars(key_tiles)["fn"](block, n, block_t, block_s, mask)
+            end, last, first, count = tiles
             rows = seen[block * block_t : (block + 1) * block_t]
-            visited = [end - 1 - i for i in range(count)]
-            assert count >= 1 and min(visited) >= 0 and 1 <= whole <= part <= count
+            visited = [vars(key_tile)["fn"](i, tiles, mask) for i in range(count)]
+            assert sorted(visited) == list(range(end - count, end)) and min(visited) >= 0
+            assert last >= 1 and first >= 0 and last + first <= count
             touched = {key // block_s for key in rows.any(0).nonzero().flatten().tolist()}
             assert touched <= set(visited) and (touched == set(visited) or not touched or not rows.any(1).all())
-            for tile in visited[whole:part]:
+            for tile in visited[last + first :]:
                 assert (tile + 1) * block_s <= S and rows[:, tile * block_s : (tile + 1) * block_s].all()
-            for row in rows[rows.any(1)]:
-                assert row[visited[whole - 1] * block_s :].any()
-            assert mask == "window" or part == count
-            assert mask != "full" or whole == 1
+            cut = [key for tile in visited[: last + first] for key in range(tile * block_s, (tile + 1) * block_s)]
+            assert rows[:, [key for key in cut if key < S]].any(1).equal(rows.any(1))
+            assert mask == "window" or (first == 0 and visited == sorted(visited, reverse=True))
+            assert mask != "full" or last == 1
 
 
 @pytest.mark.parametrize(("D", "E", "programs"), [(64, 40, 3), (128, 24, 1000), (24, 256, 2)])

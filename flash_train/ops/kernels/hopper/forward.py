@@ -3,8 +3,8 @@
 The design is FlashAttention-3's (Shah et al. 2024, arXiv 2407.08608, sections 3.1 and 3.2), written in Gluon. A
 producer warp fills rings of key and value tiles through the copy engine; each consumer warpgroup holds 64 queries. It
 starts S = Q K^T of one tile and O += P V of the tile before, and computes the softmax of S while P V is still running.
-Named barriers let the warpgroups take turns at the tensor cores. Keys are visited from last to first, so that with a
-causal mask the tiles that need it come first; they have loops of their own, and the main loop has no mask.
+Named barriers let the warpgroups take turns at the tensor cores. Key tiles that the mask cuts come first, in a loop of
+their own, and the main loop has no mask.
 
 Where programs walk, the main loop looks for no maxima either (FIXED_MAX): a row keeps the maximum that its first tiles
 gave it, and nothing is ever rescaled. Softmax does not depend on what is subtracted, rounding of floating-point numbers
@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from flash_train.ops.features import Terms
 from flash_train.ops.kernels.hopper.masks import hide
-from flash_train.ops.kernels.hopper.places import key_tiles, locate
+from flash_train.ops.kernels.hopper.places import key_tile, key_tiles, locate
 from flash_train.ops.kernels.hopper.shim import (
     bar_arrive,
     bar_sync,
@@ -111,25 +111,27 @@ def _fetch(x, tiles, full, empty, number, b, g, first, ROWS: gl.constexpr, WIDTH
 @gluon.jit
 def _produce_tile(q, k, v, rings, tile, done, n, MASK: gl.constexpr, BLOCK_S: gl.constexpr, D: gl.constexpr,
                   E: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """Queries of a tile, then its keys and values from last to first. Keys are needed, and freed, one step earlier than
-    values, and are fetched one step earlier. Returns how many tiles of keys the rings have seen."""
+    """Queries of a tile, then its keys and values. Keys are needed, and freed, one step earlier than values, and are
+    fetched one step earlier. Returns how many tiles of keys the rings have seen."""
     BLOCK_T: gl.constexpr = CONSUMERS * 64
     block, head = locate(tile, gl.cdiv(n.T, BLOCK_T), n.heads, MASK != "full")
     b = head // n.H
     h = head - b * n.H
-    end, _, _, count = key_tiles(block, n, BLOCK_T, BLOCK_S, MASK)
+    tiles = key_tiles(block, n, BLOCK_T, BLOCK_S, MASK)
+    count = tiles[3]
+    first = (tiles[0] - 1) * BLOCK_S
     g = h // n.group
     for i in gl.static_range(CONSUMERS):
         mbarrier.expect(rings.q_full.index(i), q.block_type.nbytes)
         load(q, [b, h, block * BLOCK_T + i * 64, 0], rings.q_full.index(i),
              view(rings.q.index(i), q.dtype, [1, 1, 64, D], q.layout))  # fmt: skip
-    _fetch(k, rings.k, rings.k_full, rings.k_empty, done, b, g, (end - 1) * BLOCK_S, BLOCK_S, D, STAGES)
+    _fetch(k, rings.k, rings.k_full, rings.k_empty, done, b, g, first, BLOCK_S, D, STAGES)
     for i in range(1, count):
-        first = (end - 1 - i) * BLOCK_S
+        before = first
+        first = key_tile(i, tiles, MASK) * BLOCK_S
         _fetch(k, rings.k, rings.k_full, rings.k_empty, done + i, b, g, first, BLOCK_S, D, STAGES)
-        _fetch(v, rings.v, rings.v_full, rings.v_empty, done + i - 1, b, g, first + BLOCK_S, BLOCK_S, E, STAGES)
-    _fetch(v, rings.v, rings.v_full, rings.v_empty, done + count - 1, b, g, (end - count) * BLOCK_S, BLOCK_S, E,
-           STAGES)  # fmt: skip
+        _fetch(v, rings.v, rings.v_full, rings.v_empty, done + i - 1, b, g, before, BLOCK_S, E, STAGES)
+    _fetch(v, rings.v, rings.v_full, rings.v_empty, done + count - 1, b, g, first, BLOCK_S, E, STAGES)
     return done + count
 
 
@@ -281,9 +283,11 @@ def _consume_tile(output, lse, rings, tile, done, again, n, ME: gl.constexpr, MA
     block, head = locate(tile, gl.cdiv(n.T, BLOCK_T), n.heads, MASK != "full")
     b = head // n.H
     h = head - b * n.H
-    end, whole, part, count = key_tiles(block, n, BLOCK_T, BLOCK_S, MASK)
+    tiles = key_tiles(block, n, BLOCK_T, BLOCK_S, MASK)
+    count = tiles[3]
+    masked = tiles[1] + tiles[2]
     if FIXED_MAX:  # again: with every maximum, in the loop that has a mask
-        whole = gl.where(again, part, whole)
+        masked = gl.where(again, count, masked)
     first = block * BLOCK_T + ME * 64
     rows = first + gl.arange(0, 64, gl.SliceLayout(1, SCORES))
     low = rows + (n.shift - n.left)
@@ -294,22 +298,17 @@ def _consume_tile(output, lse, rings, tile, done, again, n, ME: gl.constexpr, MA
     acc = gl.zeros([64, E], gl.float32, ACC)
     m = gl.full([64], LOWEST, gl.float32, gl.SliceLayout(1, SCORES))
     l = _row_sum(gl.zeros([64, BLOCK_S], gl.float32, SCORES), BLOCK_S)
-    new, shrink, m, l = _scores(q_tile, rings, done, m, l, low, high, (end - 1) * BLOCK_S, n, ME, BLOCK_S, MASK,
-                                SOFT_CAP, CONSUMERS, STAGES, SCORES)  # fmt: skip
+    new, shrink, m, l = _scores(q_tile, rings, done, m, l, low, high, (tiles[0] - 1) * BLOCK_S, n, ME,
+                                BLOCK_S, MASK, SOFT_CAP, CONSUMERS, STAGES, SCORES)  # fmt: skip
     p = in_pairs(gl.convert_layout(new.to(rings.v.dtype), PROBABILITIES))
     # a loop for each kind of tile, so that the one that matters has no mask
-    for i in range(1, whole):
-        p, acc, m, l = _step(q_tile, rings, done + i, p, acc, m, l, low, high, (end - 1 - i) * BLOCK_S, True, False,
-                             n, ME, BLOCK_S, MASK, SOFT_CAP, CONSUMERS, STAGES, SCORES, ACC, PROBABILITIES)  # fmt: skip
-    for i in range(whole, part):
-        p, acc, m, l = _step(q_tile, rings, done + i, p, acc, m, l, low, high, (end - 1 - i) * BLOCK_S, False,
-                             FIXED_MAX, n, ME, BLOCK_S, MASK, SOFT_CAP, CONSUMERS, STAGES, SCORES, ACC,
+    for i in range(1, masked):
+        p, acc, m, l = _step(q_tile, rings, done + i, p, acc, m, l, low, high, key_tile(i, tiles, MASK) * BLOCK_S, True,
+                             False, n, ME, BLOCK_S, MASK, SOFT_CAP, CONSUMERS, STAGES, SCORES, ACC,
                              PROBABILITIES)  # fmt: skip
-    if MASK == "window":
-        for i in range(part, count):
-            p, acc, m, l = _step(q_tile, rings, done + i, p, acc, m, l, low, high, (end - 1 - i) * BLOCK_S, True,
-                                 False, n, ME, BLOCK_S, MASK, SOFT_CAP, CONSUMERS, STAGES, SCORES, ACC,
-                                 PROBABILITIES)  # fmt: skip
+    for i in range(masked, count):
+        p, acc, m, l = _step(q_tile, rings, done + i, p, acc, m, l, low, high, 0, False, FIXED_MAX, n, ME, BLOCK_S,
+                             MASK, SOFT_CAP, CONSUMERS, STAGES, SCORES, ACC, PROBABILITIES)  # fmt: skip
     done += count
     l_row = gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, SCORES))
     if FIXED_MAX:

@@ -23,8 +23,11 @@ def locate(tile, blocks, heads, LAST_FIRST: gl.constexpr):
 
 @gluon.jit
 def key_tiles(block, n, BLOCK_T: gl.constexpr, BLOCK_S: gl.constexpr, MASK: gl.constexpr):
-    """(end, whole, part, count): key tiles end - 1, end - 2, ..., `count` of them. Those from `whole` to `part` - 1 in
-    this order are seen by all queries of the block. One tile at least; if nothing is seen, its mask hides all of it."""
+    """(end, last, first, count): key tiles end - 1, end - 2, ..., `count` of them, all but the `last` last and the
+    `first` first ones seen by all queries of the block. One is last at least; if nothing is seen, its mask hides it.
+
+    Every query that sees a key sees one of those few. They are visited before the others: `key_tile`.
+    """
     top = block * BLOCK_T + n.shift  # the keys that the first and the last query stand beside
     bottom = min(block * BLOCK_T + BLOCK_T, n.T) - 1 + n.shift
     if MASK == "full":
@@ -38,8 +41,20 @@ def key_tiles(block, n, BLOCK_T: gl.constexpr, BLOCK_S: gl.constexpr, MASK: gl.c
         full = (min(max(bottom - n.left, 0), n.S) + BLOCK_S - 1) // BLOCK_S
     end = max(end, start + 1)
     count = end - start
-    whole = min(max(end - full_end, 1), count)
-    return end, whole, min(max(end - full, whole), count), count
+    last = min(max(end - full_end, 1), count)
+    return end, last, count - min(max(end - full, last), count), count
+
+
+@gluon.jit
+def key_tile(i, tiles, MASK: gl.constexpr):
+    """Which one the i-th visit is to."""
+    end, last, first, count = tiles
+    if MASK == "window":
+        if i >= last + first:
+            i -= first
+        elif i >= last:
+            i += count - last - first
+    return end - 1 - i
 
 
 @gluon.jit
