@@ -18,10 +18,6 @@ _BASIS = {
     "modelled": "modelled: on the record of the step, with the blocks replaced that the change replaces",
     "counters": "counters: the allocator's own",
 }
-_NOTHING_HELPS = (
-    "No change that was tried takes anything off this phase: what fills it is the model and its optimizer. Fewer "
-    "parameters, an optimizer with less state, or sharding (FSDP) would."
-)
 
 
 def print_explanation(explanation: Explanation, console: Console | None = None, *, most: int = 6) -> None:
@@ -36,7 +32,7 @@ def print_explanation(explanation: Explanation, console: Console | None = None, 
         _print(console, _filling(breakdown.peak, f"at the predicted peak, in the {breakdown.phase}"))
     print_advice(explanation.advice, console, left_out=explanation.left_out, most=most)
     if explanation.advisory is not None and not explanation.advice:
-        console.print(_NOTHING_HELPS, markup=False, highlight=False, soft_wrap=True)
+        console.print(_nothing_helps(explanation), markup=False, highlight=False, soft_wrap=True)
 
 
 def print_advice(
@@ -95,6 +91,17 @@ def _for_what(explanation: Explanation) -> str:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         return f", the size of the parameter {names[0]}{more}: its optimizer state or its gradient"
     return ", the size of no tensor that the step is known to make" if explanation.basis else ""
+
+
+def _nothing_helps(explanation: Explanation) -> str:
+    if explanation.phase == "optimizer":
+        return (
+            "No change that was tried takes anything off the optimizer's step: what fills it is the model and its "
+            "optimizer. Fewer parameters, an optimizer with less state, or sharding (FSDP) would."
+        )
+    assert explanation.advisory is not None
+    tensors = explanation.advisory.breakdown.peak.tensors
+    return f"No change that was tried takes 1 % off{f'; the largest is {_describe(tensors[0])}' if tensors else ''}"
 
 
 def _phase(phase: str) -> str:

@@ -124,15 +124,14 @@ def _modelled(breakdown: Breakdown) -> Iterable[Lever]:
     if where:
         yield Lever(
             f"flash attention in {several(where)}",
-            "torch's scaled_dot_product_attention (need_weights=False in nn.MultiheadAttention) or flash_attention of "
-            "flash_train; in flash-train attention=flash",
+            "torch's scaled_dot_product_attention (in nn.MultiheadAttention need_weights=False, in transformers "
+            'attn_implementation="sdpa") or flash_attention of flash_train; in flash-train attention=flash',
             0, MODELLED, lambda setup: replace(setup, flash=True),
         )  # fmt: skip
     if breakdown.logits:
         yield Lever(
             f"cross-entropy over {CHUNK_ROWS:,} rows at a time",
-            "chunked_cross_entropy of flash_train.ops.cross_entropy on the last layer's input; in flash-train "
-            "loss=chunked",
+            "chunked_cross_entropy of flash_train on the last layer's input; in flash-train loss=chunked",
             0, MODELLED, lambda setup: replace(setup, chunked=True),
         )  # fmt: skip
 

@@ -67,7 +67,7 @@ def test_in_the_optimizers_step_only_what_helps_there_is_advised(tmp_path: Path)
     sgd = known(die(Doomed("optimizer", say(4 * V * C), partial(SGD, momentum=0.9)), tmp_path))
     assert sgd.moment is None and sgd.parameters == ("embed.weight", "head.weight")
     assert "the size of the parameter embed.weight and 1 more: its optimizer state" in as_text(sgd)
-    assert "No change that was tried takes anything off this phase" in as_text(sgd)
+    assert "No change that was tried takes anything off the optimizer's step" in as_text(sgd)
 
 
 @pytest.mark.parametrize("sanity", [True, False])
@@ -86,6 +86,7 @@ def test_what_a_cpu_really_refuses_is_explained_to_the_byte(tmp_path: Path) -> N
     assert found.incident.requested == 1 << 45 and found.incident.tolerance == 0
     assert found.moment is not None and found.moment.tensor.shape == (1 << 45,)
     assert found.moment.tensor.module == "blocks.1.attention"
+    assert "No change that was tried takes 1 % off; the largest is [35184372088832] uint8, empty" in as_text(found)
 
 
 def test_advice_is_ranked_predicted_and_says_how(tmp_path: Path) -> None:
