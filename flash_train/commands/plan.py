@@ -26,9 +26,11 @@ def plan(config: dict[str, Any], folder: Path, overrides: list[str]) -> int:
 
     from flash_train.commands.environment import describe_environment
     from flash_train.commands.run import quieten
+    from flash_train.planning.measured import beside, read_results
     from flash_train.planning.output import print_plan, verdict, write_files
     from flash_train.planning.plan import ArmPlan
     from flash_train.planning.settings import read_settings
+    from flash_train.planning.wandb_plan import try_to_log
 
     quieten()
     console = Console(highlight=False, soft_wrap=True)
@@ -36,11 +38,13 @@ def plan(config: dict[str, Any], folder: Path, overrides: list[str]) -> int:
     config = as_planned(config)
     vocabulary = find_vocabulary(config)
     setting = describe_setting(config, settings)
+    peaks = {} if config["measured"] is None else read_results(config["measured"], config)
     plans = []
     for arm in settings.arms:
         with console.status(f"{arm}: predicting"):
             plans.append(ArmPlan(arm, predictor_of(arm, config, settings, vocabulary), settings))
-    print_plan(plans, settings, console, setting=setting)
+    measured = beside(plans, peaks)
+    print_plan(plans, settings, console, setting=setting, measured=measured)
     facts = {
         "command": shlex.join(["flash-plan", *overrides]),
         "date": date.today().isoformat(),
@@ -48,7 +52,9 @@ def plan(config: dict[str, Any], folder: Path, overrides: list[str]) -> int:
         "environment": describe_environment(torch.device("cpu")),
         "config": config,
     }
-    files = write_files(folder, plans, settings, setting=setting, facts=facts)
+    files = write_files(folder, plans, settings, setting=setting, facts=facts, measured=measured)
+    if config["loggers"].get("wandb") is not None:
+        try_to_log(folder, plans, settings, files, console, config=config, measured=measured)
     console.print(verdict(plans, settings), markup=False)
     console.print(f"{folder}: {', '.join(file.name for file in files)}", markup=False)
     return ExitCode.FAILURE if all(each.refusal for each in plans) else ExitCode.OK

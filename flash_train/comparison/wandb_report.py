@@ -1,7 +1,7 @@
 """The comparison in wandb: one run that holds its table, charts and files. The arms are runs of their own."""
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,14 @@ def why_unusable() -> str | None:
 
 
 def try_to_log(comparison: Comparison, children: Children, files: Sequence[Path], console: Console) -> None:
-    """`log_comparison`, or one line that says why not: whatever wandb does, the results are there already."""
+    """`log_comparison`, or one line that says why not."""
+    attempt(lambda: log_comparison(comparison, children, files), console)
+
+
+def attempt(log: Callable[[], None], console: Console) -> None:
+    """`log`, or one line that says why not: whatever wandb does, the results are there already."""
     try:
-        log_comparison(comparison, children, files)
+        log()
     except Exception as error:
         console.print(f"wandb failed ({type(error).__name__}: {error}); no result depends on it", markup=False)
 
@@ -45,29 +50,37 @@ def log_comparison(comparison: Comparison, children: Children, files: Sequence[P
     """
     import wandb
 
-    cells = comparison.cells
-    logger = children.config["loggers"]["wandb"]
-    run = wandb.init(
-        dir=children.folder,
-        project=logger.get("project"),
-        entity=logger.get("entity"),
-        group=children.group(),
-        job_type="comparison",
-        id=children.group(),
-        name=f"{children.group()} comparison",
-        mode="offline" if logger.get("offline") else "online",
-        config=dict(children.config),
-        settings=wandb.Settings(silent=True, x_disable_stats=True),
-    )
-    with run:
+    cells, group = comparison.cells, children.group()
+    own = {"group": group, "job_type": "comparison", "id": group, "name": f"{group} comparison"}
+    with start_run(children.folder, children.config, **own) as run:
         _log_curves(run, cells)
         lines = wandb.Table(columns=[*_COLUMNS], data=[[getattr(cell, name) for name in _COLUMNS] for cell in cells])
         pictures = {f"comparison/{file.stem}_chart": wandb.Image(str(file)) for file in files if file.suffix == ".png"}
         run.log({"comparison/table": lines, **_line_charts(cells), **pictures})
         run.summary["comparison/verdict"] = comparison.verdict.sentence
-        for file in files:
-            # A copy: a file that lies elsewhere would be a link, with a warning.
-            run.save(shutil.copy(file, run.dir), base_path=run.dir, policy="now")
+        keep_files(run, files)
+
+
+def start_run(folder: Path, config: Mapping[str, Any], **own: Any) -> Any:
+    """A run in `folder` as loggers.wandb of `config` has it, which it keeps whole; `own` are wandb.init's arguments."""
+    import wandb
+
+    logger = config["loggers"]["wandb"]
+    return wandb.init(
+        dir=folder,
+        project=logger.get("project"),
+        entity=logger.get("entity"),
+        mode="offline" if logger.get("offline") else "online",
+        config=dict(config),
+        settings=wandb.Settings(silent=True, x_disable_stats=True),
+        **own,
+    )
+
+
+def keep_files(run: Any, files: Sequence[Path]) -> None:
+    """Save `files` with the run: copies, since one that lies elsewhere would be a link, with a warning."""
+    for file in files:
+        run.save(shutil.copy(file, run.dir), base_path=run.dir, policy="now")
 
 
 def _log_curves(run: Any, cells: Sequence[Cell]) -> None:
@@ -109,13 +122,13 @@ def _line_charts(cells: Sequence[Cell]) -> dict[str, Any]:
     speeds = [(cell.arm, cell.length, cell.tokens_per_second) for cell in cells if cell.tokens_per_second]
     charts = {}
     if peaks:
-        charts["comparison/peak_memory"] = _line_chart(peaks, title="Peak allocated memory (GiB) by sequence length")
+        charts["comparison/peak_memory"] = line_chart(peaks, title="Peak allocated memory (GiB) by sequence length")
     if speeds:
-        charts["comparison/speed"] = _line_chart(speeds, title="Tokens per second by sequence length")
+        charts["comparison/speed"] = line_chart(speeds, title="Tokens per second by sequence length")
     return charts
 
 
-def _line_chart(points: Sequence[tuple[str, int, float]], *, title: str) -> Any:
+def line_chart(points: Sequence[tuple[str, int, float]], *, title: str) -> Any:
     """One line per arm through its (length, value) points."""
     from wandb import plot
 

@@ -10,6 +10,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 
 from flash_train.chart_style import STYLE
 from flash_train.comparison.text import human_bytes
+from flash_train.planning.measured import Measured
 from flash_train.planning.plan import ArmPlan, ladder
 from flash_train.planning.settings import Settings
 
@@ -23,21 +24,29 @@ _PART_COLOURS = (
 
 
 def draw_plan(
-    path: Path, plans: Sequence[ArmPlan], settings: Settings, *, setting: str, parts: Mapping[str, Mapping[str, int]]
+    path: Path,
+    plans: Sequence[ArmPlan],
+    settings: Settings,
+    *,
+    setting: str,
+    parts: Mapping[str, Mapping[str, int]],
+    measured: Sequence[Measured] = (),
 ) -> None:
-    """Left: bytes by T on log axes, points predicted, lines between. Right: what they are for at each longest T."""
+    """Left: bytes by T on log axes, points predicted, lines between; `measured` peaks of as many rows as rings, with
+    the same allowance and context. Right: what they are for at each longest T."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(12.4, 5.2), dpi=150, layout="constrained")
         title = f"Predicted memory of a training step, by sequence length\n{setting}"
         figure.suptitle(title, x=0.01, ha="left", fontsize=11)
         left, right = figure.subplots(1, 2, gridspec_kw={"width_ratios": (3, 2)})
-        _draw_needs(left, plans, settings)
+        _draw_needs(left, plans, settings, [x for x in measured if x.rows == settings.rows])
         _draw_parts(right, plans, parts)
         figure.savefig(path)
 
 
-def _draw_needs(axes: Axes, plans: Sequence[ArmPlan], settings: Settings) -> None:
+def _draw_needs(axes: Axes, plans: Sequence[ArmPlan], settings: Settings, measured: Sequence[Measured]) -> None:
     spare = iter(_MORE_COLOURS * (1 + len(plans)))
+    ring = {"marker": "o", "linestyle": "none", "markersize": 13, "markeredgewidth": 1.8, "markerfacecolor": "none"}
     sizes = ladder(plans, settings, "length")
     for index, plan in enumerate(plans):
         colour = _COLOURS.get(plan.arm) or next(spare)
@@ -49,6 +58,11 @@ def _draw_needs(axes: Axes, plans: Sequence[ArmPlan], settings: Settings) -> Non
         asked = [x for x in points if x.prediction is not None]
         axes.plot([x.length for x in asked], [x.needed for x in asked], linestyle="none", color=colour, label=label,
                   marker=_MARKERS.get(plan.arm, "D"), markersize=7, markeredgecolor="white")  # fmt: skip
+        own = [x for x in measured if x.arm == plan.arm]
+        axes.plot([x.length for x in own], [x.peak * (1 + settings.allowance) + settings.card.context for x in own],
+                  **ring, color=colour)  # fmt: skip
+    if measured:
+        axes.plot([], [], **ring, color="#555555", label="measured, allowance and context added")
     budget = settings.card.memory
     axes.axhline(budget, color="#555555", linewidth=1, linestyle="--")
     where = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "xytext": (0, -14)}

@@ -13,7 +13,9 @@ from rich.table import Table
 from flash_train.comparison.results import write_json
 from flash_train.comparison.text import human_bytes, human_ratio
 from flash_train.memory.live import CATEGORIES, Block
+from flash_train.memory.sizes import human_error
 from flash_train.planning.charts import draw_plan
+from flash_train.planning.measured import Measured
 from flash_train.planning.plan import ArmPlan, Axis, Point, ladder
 from flash_train.planning.settings import Settings
 
@@ -24,8 +26,16 @@ _COLUMNS = ("arm", "rows", "length", "needed_bytes", "peak_bytes", "predicted", 
 _LARGEST = 20
 
 
-def print_plan(plans: Sequence[ArmPlan], settings: Settings, console: Console, *, setting: str) -> None:
-    """What each arm needs by T and by rows, the largest that fit, and what fills the memory there."""
+def print_plan(
+    plans: Sequence[ArmPlan],
+    settings: Settings,
+    console: Console,
+    *,
+    setting: str,
+    measured: Sequence[Measured] = (),
+) -> None:
+    """What each arm needs by T and by rows, the largest that fit, what fills the memory there, and what was
+    `measured`."""
     console.print(f"{setting}; {human_bytes(settings.card.memory)}", markup=False)
     able = [plan for plan in plans if plan.refusal is None]
     if able:
@@ -38,6 +48,23 @@ def print_plan(plans: Sequence[ArmPlan], settings: Settings, console: Console, *
         if plan.refusal is not None:
             console.print(f"{plan.arm}: refused: {plan.refusal}", markup=False)
     console.print(MARKS, markup=False)
+    if measured:
+        _print_measured(measured, console)
+        if all(x.rows != settings.rows for x in measured):
+            rows = sorted({x.rows for x in measured})
+            console.print(
+                f"the chart is of rows={settings.rows}, and was measured of {', '.join(map(str, rows))}", markup=False
+            )
+
+
+def _print_measured(measured: Sequence[Measured], console: Console) -> None:
+    table = Table(title="Predicted and measured peaks", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("T", "rows", "arm", "predicted", "measured", "error"):
+        table.add_column(heading, justify="left" if heading == "arm" else "right", no_wrap=True)
+    for x in measured:
+        sizes = human_bytes(x.predicted), human_bytes(x.peak), human_error(x.error_percent)
+        table.add_row(f"{x.length:,}", f"{x.rows:,}", x.arm, *sizes)
+    _print(table, console)
 
 
 def _print_needs(plans: Sequence[ArmPlan], settings: Settings, console: Console, axis: Axis, title: str) -> None:
@@ -129,7 +156,13 @@ def _print(table: Table, console: Console) -> None:
 
 
 def write_files(
-    folder: Path, plans: Sequence[ArmPlan], settings: Settings, *, setting: str, facts: Mapping[str, Any]
+    folder: Path,
+    plans: Sequence[ArmPlan],
+    settings: Settings,
+    *,
+    setting: str,
+    facts: Mapping[str, Any],
+    measured: Sequence[Measured] = (),
 ) -> list[Path]:
     """Write all files into `folder`; numbers first, so that no chart can lose them. The files."""
     files = [folder / name for name in ("results.json", "results.csv", "memory.png")]
@@ -143,6 +176,17 @@ def write_files(
             "capability": list(settings.card.capability),
             "allowance": settings.allowance,
             "arms": {plan.arm: _document(plan, lines[plan.arm]) for plan in plans},
+            "measured": [
+                {
+                    "arm": x.arm,
+                    "rows": x.rows,
+                    "length": x.length,
+                    "measured_peak_bytes": x.peak,
+                    "predicted_peak_bytes": x.predicted,
+                    "error_percent": x.error_percent,
+                }
+                for x in measured
+            ],
         },
     )
     with files[1].open("w", newline="") as file:
@@ -152,7 +196,8 @@ def write_files(
     able = [plan for plan in plans if plan.refusal is None]
     if not able:
         return files[:2]
-    draw_plan(files[2], able, settings, setting=setting, parts={plan.arm: parts_of(plan.top()) for plan in able})
+    parts = {plan.arm: parts_of(plan.top()) for plan in able}
+    draw_plan(files[2], able, settings, setting=setting, parts=parts, measured=measured)
     return files
 
 

@@ -72,10 +72,14 @@ class ArmPlan:
         """The longest T that fits; the least T where nothing does."""
         return self.point("length", self.longest or self._settings.length_step)
 
-    def _needed(self, rows: int, length: int) -> int:
+    def predict(self, rows: int, length: int) -> Prediction:
+        """For `rows` rows of `length` tokens; asked once."""
         if (rows, length) not in self._known:
             self._known[rows, length] = self._predict(rows, length)
-        return self._known[rows, length].needed(self._settings.allowance)
+        return self._known[rows, length]
+
+    def _needed(self, rows: int, length: int) -> int:
+        return self.predict(rows, length).needed(self._settings.allowance)
 
 
 def ladder(plans: Sequence[ArmPlan], settings: Settings, axis: Axis) -> list[int]:

@@ -36,8 +36,9 @@ def test_what_takes_less_memory_goes_further(command: Command, tmp_path: Path) -
 
 
 def test_an_arm_that_refuses_is_named_and_the_others_go_on(command: Command, tmp_path: Path) -> None:
-    answer = command(main, *SMALL, "arms=[sdpa,flash]", "precision=fp32")
+    answer = command(main, *SMALL, "arms=[sdpa,flash]", "precision=fp32", "length_step=512", "loggers=wandb")
     assert answer.code == 0, answer.err
+    assert len(list((tmp_path / "run" / "wandb").glob("offline-run-*"))) == 1 and "wandb failed" not in answer.out
     assert "sdpa: refused: implementation='sdpa': torch's back end takes no q" in answer.out
     answer = command(main, *SMALL, "arms=[sdpa]", "precision=fp32")
     assert answer.code == 1 and "every arm refuses this model" in answer.out
@@ -49,6 +50,7 @@ def test_an_arm_that_refuses_is_named_and_the_others_go_on(command: Command, tmp
         ("budget=null", "flash-plan: a plan must have a budget or a card"),
         ("trainer.devices=2", "flash-plan: a plan is for one device, got trainer.devices=2"),
         ("data.separate_documents=true", "flash-plan: a plan does not know where documents end"),
+        ("measured=nowhere", "flash-plan: measured must be the results.json of a flash-compare, or its folder"),
         ("optimizer.lr=fast", "flash-plan: optimizer.lr must be float, got 'fast'"),
         ("batch_tokens=many", "flash-plan: batch_tokens must be a positive number of tokens or null, got 'many'"),
     ],

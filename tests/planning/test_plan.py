@@ -5,17 +5,23 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 from rich.console import Console
 
 from flash_train.memory.cards import CARDS, GIB, MIB
 from flash_train.memory.live import CATEGORIES, Block, Peak
 from flash_train.memory.predict import Prediction
 from flash_train.memory.sizes import parse_bytes
+from flash_train.planning import charts
+from flash_train.planning.measured import beside, read_results
 from flash_train.planning.output import parts_of, print_plan, verdict, write_files
 from flash_train.planning.plan import ArmPlan, ladder
 from flash_train.planning.settings import Settings, read_settings
+from flash_train.planning.wandb_plan import log_plan
+from tests.comparison.wandb_offline import read_offline_run
 
 ASKED: dict[str, Any] = {
     "arms": ["naive", "flash"], "card": None, "budget": "24GiB", "rows": 2, "lengths": None, "length_step": 64,
@@ -166,3 +172,94 @@ def test_a_card_with_a_budget_keeps_its_kernels() -> None:
 def test_what_makes_no_plan_is_refused(changes: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         settings(**changes)
+
+
+RUN = {"model": {"width": 12}, "vocabulary_size": None, "precision": {"lightning": "bf16-mixed"},
+       "checkpointing": {"granularity": "none"}, "loss": {"chunk_rows": None}}  # fmt: skip
+
+
+def compared(folder: Path, *, device: str = "cuda", **changes: Any) -> Path:
+    """A comparison's results, each training peak 2 % above the prediction, and validation's far above."""
+    rows = [
+        {"arm": arm, "length": length, "status": "ok", "device": device, "peak_allocated_bytes": 9 * peak,
+         "forward_peak_allocated_bytes": 5, "backward_peak_allocated_bytes": peak, "optimizer_peak_allocated_bytes": 7}
+        for arm in ("naive", "flash", "sdpa")
+        for length in (512, 2048)
+        for peak in [made_up(arm)(4096 // length, length).peak * 102 // 100]
+    ]  # fmt: skip
+    lost = {"arm": "naive", "length": 4096, "status": "oom", "device": device}
+    config = {**RUN, "data": {"batch_size": 1}, "micro_batch_tokens": 4096, **changes}
+    (folder / "results.json").write_text(json.dumps({"rows": [*rows, lost], "config": config}))
+    return folder
+
+
+def test_measured_peaks_stand_beside_predictions_of_just_their_size(tmp_path: Path) -> None:
+    (tmp_path / "compared").mkdir()
+    asked = settings()
+    found = plans(asked)
+    measured = beside(found, read_results(compared(tmp_path / "compared"), RUN))
+    assert [(x.arm, x.rows, x.length) for x in measured] == [
+        ("naive", 8, 512), ("flash", 8, 512), ("naive", 2, 2048), ("flash", 2, 2048),
+    ]  # fmt: skip
+    assert [x.error_percent for x in measured] == pytest.approx([-1.96] * 4, abs=0.01)
+    console = Console(record=True, width=200, file=(tmp_path / "terminal").open("w"))
+    print_plan(found, asked, console, setting="a model", measured=measured)
+    console.file.close()
+    printed = (tmp_path / "terminal").read_text()
+    assert printed.count("-1.96 %") == 4 and "the chart is of rows" not in printed
+    files = write_files(tmp_path, found, asked, setting="a model", facts={}, measured=measured)
+    document = json.loads(files[0].read_text())
+    assert document["measured"][3]["error_percent"] == pytest.approx(-1.96, abs=0.01)
+
+
+def test_rings_are_drawn_where_the_rows_are_the_plans(tmp_path: Path) -> None:
+    asked = settings(rows=2)
+    found = plans(asked)
+    figure = Figure()
+    measured = beside(found, read_results(compared(tmp_path), RUN))
+    charts._draw_needs(axes := figure.subplots(), found, asked, [x for x in measured if x.rows == 2])
+    rings = {
+        line.get_color(): np.asarray(line.get_xydata()) for line in axes.lines if line.get_markerfacecolor() == "none"
+    }
+    [[T, needed]] = rings["#D55E00"].tolist()
+    assert T == 2048 and needed == pytest.approx(measured[2].peak * 1.04 + asked.card.context)
+
+
+@pytest.mark.parametrize(
+    "changes, text",
+    [
+        (
+            {"model": {"width": 16}},
+            "must be of the same setting, got .*, where model.width is 16, and here 12",
+        ),
+        ({"vocabulary_size": 7}, "where vocabulary_size is 7, and here None: give the overrides of that comparison"),
+        ({"device": "cpu"}, "measured must be of runs on a GPU, which a plan is for, got .*, whose ran on a CPU"),
+        ({"data": None}, "measured must be the results.json of a flash-compare, or its folder, got "),
+    ],
+)
+def test_what_was_measured_of_something_else_is_refused(tmp_path: Path, changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        read_results(compared(tmp_path, **changes), RUN)
+
+
+def test_no_results_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="measured must be the results.json of a flash-compare, or its folder, got "):
+        read_results(tmp_path, RUN)
+
+
+def test_wandb_gets_the_curves_with_what_was_measured(tmp_path: Path) -> None:
+    asked = settings(rows=2)
+    found = plans(asked)
+    measured = beside(found, read_results(compared(tmp_path), RUN))
+    files = write_files(tmp_path, found, asked, setting="a model", facts={}, measured=measured)
+    config = {"name": "tiny", "loggers": {"wandb": {"project": "flash_train", "offline": True}}}
+    log_plan(tmp_path, found, asked, files, config=config, measured=measured)
+    [folder] = tmp_path.glob("wandb/offline-run-*")
+    run = read_offline_run(folder)
+    assert run.job_type == "plan" and run.metrics["plan/naive/needed_gib"] == "plan/sequence_length"
+    lines = {line["plan/sequence_length"]: line for line in run.history if "plan/sequence_length" in line}
+    assert list(lines) == sorted(lines)
+    assert lines[2048]["plan/naive/measured_peak_gib"] == pytest.approx(measured[2].peak / GIB)
+    assert lines[2048]["plan/naive/predicted_peak_gib"] == pytest.approx(measured[2].predicted / GIB)
+    assert run.summary["plan/naive/longest_length"] == found[0].longest
+    assert {"results.json", "results.csv", "memory.png"} <= set(run.files)
