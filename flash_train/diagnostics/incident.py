@@ -9,7 +9,6 @@ from types import FrameType
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.memory import is_cuda_out_of_memory, is_out_of_cpu_memory
 from torch import nn
 
 from flash_train.memory.cards import MIB, ROUNDING
@@ -80,12 +79,15 @@ def out_of_memory(exception: BaseException) -> BaseException | None:
     for _ in range(10):
         if found is None:
             return None
-        text = str(found.args[0]) if found.args else ""
-        if (
-            isinstance(found, torch.OutOfMemoryError | MemoryError)
-            or is_cuda_out_of_memory(found)
-            or is_out_of_cpu_memory(found)
-            or (isinstance(found, RuntimeError) and ("not enough memory: you tried" in text or _LIBRARY.search(text)))
+        text = str(found)
+        if isinstance(found, torch.OutOfMemoryError | MemoryError) or (
+            isinstance(found, RuntimeError)
+            and (
+                ("CUDA" in text and "out of memory" in text)
+                or "DefaultCPUAllocator: can't allocate memory" in text
+                or "not enough memory: you tried to allocate" in text
+                or _LIBRARY.search(text)
+            )
         ):
             return found
         found = found.__cause__ or (None if found.__suppress_context__ else found.__context__)
