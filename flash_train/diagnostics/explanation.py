@@ -211,7 +211,7 @@ def counters_advice(incident: Incident, outside_before: int | None) -> tuple[Adv
         found.append(
             Advice(
                 "expandable segments",
-                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: what is reserved and in pieces too small becomes "
+                "PYTORCH_ALLOC_CONF=expandable_segments:True: what is reserved and in pieces too small becomes "
                 "usable",
                 counters.unused, needed, True, COUNTERS,
             )
