@@ -1,5 +1,6 @@
 """LeakDetector: says when memory grows from step to step, how fast, since when, and which module's tensors stay."""
 
+import gc
 import logging
 from collections import Counter
 from collections.abc import Mapping
@@ -82,6 +83,7 @@ class LeakDetector(Monitor):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._device, self._first = trainer.strategy.root_device, step_of(trainer)
         self._compiled_before = compilations()
+        gc.collect()  # what an earlier run left behind would go at some step of this one, and hide its growth
         self._gauge = gauge_of(self._device)
         if self._gauge is None:
             logger.warning("Nothing tells what is in use on a %s device here: leaks are not seen.", self._device.type)

@@ -88,7 +88,7 @@ def test_a_mebibyte_a_step_is_reported_within_100_steps(caplog: pytest.LogCaptur
 
 def test_what_is_kept_by_a_graph_is_found_too(caplog: pytest.LogCaptureFixture) -> None:
     detector = LeakDetector(warmup_steps=2, every_n_steps=2)
-    trainer(detector, max_steps=40, accumulate_grad_batches=2).fit(KeepingGraphs(), batches(80))
+    trainer(detector, max_steps=80, accumulate_grad_batches=2).fit(KeepingGraphs(), batches(160))
     leak = detector.result()["leak"]
     assert leak["first_module"] == "net.0" and "first in net.0" in caplog.text
     assert {each["module"] for each in leak["stayed"]} == {"net.0", "the training step"}
