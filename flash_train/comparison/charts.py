@@ -11,8 +11,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
-from flash_train.chart_style import STYLE
+from flash_train.chart_style import STYLE, UNTRACKED, stack_bars
 from flash_train.comparison.agreement import LOSS_LIMIT
+from flash_train.comparison.filling import Filling
 from flash_train.comparison.plan import REFERENCE, REORDERED
 from flash_train.comparison.results import Cell, Row
 from flash_train.comparison.text import human_bytes, human_count
@@ -135,6 +136,41 @@ def loss_chart(
         }
         figure.legend(list(found.values()), list(found), loc="outside lower center", ncols=5)
     return figure
+
+
+def filling_chart(found: Sequence[Filling], *, setting: str) -> Figure:
+    """For each arm, each phase's peak by category, what no tensor explains on top; a line where it was measured."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(max(7.6, 3.0 * len(found) + 2), 4.6), layout="constrained")
+        source = "as probed" if all(one.probed for one in found) else "as predicted; lines are measured"
+        title = f"What fills the memory at T={found[0].length:,}, {source}"
+        figure.suptitle(f"{title}\n{setting}", x=0.01, ha="left", fontsize=11)
+        panels = figure.subplots(1, len(found), sharey=True, squeeze=False)[0]
+        names = list(dict.fromkeys(name for one in found for phase in one.phases.values() for name in phase.categories))
+        size, unit = _unit(max(phase.measured for one in found for phase in one.phases.values()))
+        for axes, one in zip(panels, found, strict=True):
+            phases = one.phases.values()
+            parts = {name: [phase.categories.get(name, 0) / size for phase in phases] for name in names}
+            stack_bars(axes, list(one.phases), parts | {UNTRACKED: [phase.untracked / size for phase in phases]})
+            if one.status == "ok":
+                heights = [phase.measured / size for phase in phases]
+                axes.hlines(heights, [x - 0.4 for x in range(len(heights))], [x + 0.4 for x in range(len(heights))],
+                            color="black", linewidth=1.6)  # fmt: skip
+            axes.set_title(one.title)
+        panels[0].set_ylabel(unit)
+        # Of all panels: a category that one arm lacks may be another's.
+        handles = {
+            label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+        }
+        ordered = [name for name in (*names, UNTRACKED) if name in handles][::-1]
+        panels[-1].legend([handles[name] for name in ordered], ordered, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return figure
+
+
+def _unit(size: int) -> tuple[int, str]:
+    """One for all numbers of a chart, so that they can be compared by eye."""
+    return next((number, name) for number, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
+                if size >= number or number == 1)  # fmt: skip
 
 
 def save_charts(folder: Path, charts: Mapping[str, Figure]) -> None:

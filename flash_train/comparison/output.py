@@ -9,16 +9,18 @@ from typing import Any
 
 from rich.console import Console
 
-from flash_train.comparison.charts import loss_chart, memory_chart, save_charts, speed_chart
+from flash_train.comparison import filling
+from flash_train.comparison.charts import filling_chart, loss_chart, memory_chart, save_charts, speed_chart
 from flash_train.comparison.children import Children
 from flash_train.comparison.conduct import Comparison
 from flash_train.comparison.report import report_html
 from flash_train.comparison.results import Row, write_csv, write_json
-from flash_train.comparison.table import print_table
+from flash_train.comparison.table import print_lines, print_table
 from flash_train.comparison.text import human_count
 
 CHARTS = {
     "memory": "Peak allocated memory by sequence length",
+    "filling": "What fills the memory at each phase's peak, by category",
     "speed": "Training tokens per second by sequence length",
     "loss": "Loss curves, and their distance from naive",
 }
@@ -28,29 +30,35 @@ _VERSIONS = ("flash_train", "torch", "triton", "lightning", "python", "cuda")
 def write_files(comparison: Comparison, children: Children, *, command: Sequence[str]) -> list[Path]:
     """Write everything into the comparison's folder; numbers first, so that no chart can lose them. The files."""
     folder, line = children.folder, shlex.join(command)
+    found = filling.fillings(comparison.rows)
     documents = [folder / "results.json", folder / "results.csv", folder / "report.html"]
     write_json(documents[0], _document(comparison, children, line))
     write_csv(documents[1], comparison.rows)
     setting = describe_setting(comparison, children)
-    _draw(comparison, children, setting)
+    drawn = _draw(comparison, children, setting, found)
     page = report_html(
         title=f"Attention compared: {children.config['name']}",
         setting=setting,
         verdict=comparison.verdict,
         cells=comparison.cells,
         rows=comparison.rows,
-        charts={caption: folder / f"{name}.svg" for name, caption in CHARTS.items()},
+        charts={CHARTS[name]: folder / f"{name}.svg" for name in drawn},
+        found=found,
         facts={**comparison.environment, "git_commit": comparison.environment.get("git_commit") or "not known"},
         command=line,
     )
     documents[2].write_text(page)
-    return [*documents, *(folder / f"{name}.{kind}" for name in CHARTS for kind in ("png", "svg"))]
+    return [*documents, *(folder / f"{name}.{kind}" for name in drawn for kind in ("png", "svg"))]
 
 
 def print_summary(comparison: Comparison, files: Sequence[Path], console: Console) -> None:
-    """The end of the command: the table, the verdict, what a reader must know, and where the files are."""
+    """The end of the command: the tables, the verdict, what a reader must know, and where the files are."""
     print_table(comparison.cells, console)
-    verdict = comparison.verdict
+    verdict, found = comparison.verdict, filling.fillings(comparison.rows)
+    if found:
+        print_lines(*filling.by_category(found), console, title=f"What fills the peak at T={found[0].length:,}")
+    for sentence in (*filling.advice(found), *verdict.warnings):
+        console.print(sentence, markup=False)
     for sentence in (verdict.sentence, *verdict.refusals, *verdict.problems):
         console.print(sentence, markup=False)
     console.print(f"\n{files[0].parent}: {', '.join(file.name for file in files)}", markup=False)
@@ -104,9 +112,11 @@ def _plain_row(row: Row) -> dict[str, Any]:
     return plain
 
 
-def _draw(comparison: Comparison, children: Children, setting: str) -> None:
+def _draw(comparison: Comparison, children: Children, setting: str, found: Sequence[filling.Filling]) -> list[str]:
+    """Save the charts; their names."""
     floors = {one.length: one.loss_floor for one in comparison.verdict.agreements}
     cells = [cell for cell in comparison.cells if cell.status != "refused"]
+    filled = {"filling": filling_chart(found, setting=setting)} if found else {}
     charts = {
         "memory": memory_chart(
             cells,
@@ -115,6 +125,7 @@ def _draw(comparison: Comparison, children: Children, setting: str) -> None:
             exponents=comparison.verdict.growth_exponents,
             profiled=any(row.memory_source == "profiler" for row in comparison.rows),
         ),
+        **filled,
         "speed": speed_chart(cells, setting=setting),
         "loss": loss_chart(
             comparison.rows,
@@ -124,3 +135,4 @@ def _draw(comparison: Comparison, children: Children, setting: str) -> None:
         ),
     }
     save_charts(children.folder, charts)
+    return list(charts)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from string import Template
 
-from flash_train.comparison import table
+from flash_train.comparison import filling, table
 from flash_train.comparison.results import Cell, Row
 from flash_train.comparison.text import human_bytes, human_seconds
 from flash_train.comparison.verdict import Verdict
@@ -27,6 +27,7 @@ h1 { font-size: 1.3rem; } h2 { font-size: 1.1rem; margin-top: 2.2rem; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: .2rem .8rem; text-align: right; border-bottom: 1px solid #ddd; vertical-align: top; }
 th:nth-child(2), td:nth-child(2), .facts th, .facts td { text-align: left; }
+.named th, .named td { text-align: right; } .named th:first-child, .named td:first-child { text-align: left; }
 .scroll { overflow-x: auto; } figure { margin: 1rem 0; } svg { max-width: 100%; height: auto; }
 code, pre { font-family: ui-monospace, monospace; font-size: .85rem; } pre { white-space: pre-wrap; }
 </style>
@@ -37,7 +38,9 @@ $problems
 <h1>$title</h1>
 <p>$setting</p>
 <div class="scroll">$summary</div>
+$warnings
 $charts
+$filling
 <h2>What the verdict rests on</h2>
 <ul>$notes</ul>
 <h2>Peak memory by phase</h2>
@@ -60,10 +63,12 @@ def report_html(
     cells: Sequence[Cell],
     rows: Sequence[Row],
     charts: Mapping[str, Path],
+    found: Sequence[filling.Filling] = (),
     facts: Mapping[str, object],
     command: str,
 ) -> str:
-    """The page. `charts` are SVG files by their captions; `facts` the environment, versions and commit by name."""
+    """The page. `charts` are SVG files by their captions; `found` what fills the memory of each arm; `facts` the
+    environment, versions and commit by name."""
     told = (*verdict.refusals, *verdict.problems)
     return _PAGE.substitute(
         title=html.escape(title),
@@ -71,12 +76,30 @@ def report_html(
         sentence=html.escape(verdict.sentence),
         problems="".join(f'<p class="problem">{html.escape(problem)}</p>' for problem in told),
         summary=_table(table.columns(cells), table.body(cells)),
+        warnings=_sentences("Warnings", verdict.warnings),
         charts="".join(_figure(caption, path) for caption, path in charts.items()),
+        filling=_filling(found),
         notes="".join(f"<li>{html.escape(note)}</li>" for note in verdict.notes),
         phases=_table(_PHASE_HEADINGS, [_phases(row) for row in rows if row.measured and row.status == "ok"]),
         command=html.escape(command),
         facts=_facts(facts),
     )
+
+
+def _sentences(title: str, sentences: Sequence[str]) -> str:
+    if not sentences:
+        return ""
+    return f"<h2>{title}</h2>\n<ul>{''.join(f'<li>{html.escape(sentence)}</li>' for sentence in sentences)}</ul>"
+
+
+def _filling(found: Sequence[filling.Filling]) -> str:
+    if not found:
+        return ""
+    tables = ((f"What fills the peak at T={found[0].length:,}", filling.by_category), ("By module", filling.by_module))
+    shown = "".join(
+        f'<h2>{title}</h2>\n<div class="scroll named">{_table(*tabulate(found))}</div>' for title, tabulate in tables
+    )
+    return shown + _sentences("What would take less", filling.advice(found))
 
 
 def _figure(caption: str, path: Path) -> str:

@@ -34,6 +34,8 @@ class Row:
     `memory_source`: allocator (the highest of all steps), or on a CPU profiler (the live tensors of one probed step).
     `predicted_peak_bytes`: of a training step, before the first one; `prediction_refusal` says why there is none. Its
     error is against the highest peak of training: validation, which may peak above it, is not predicted.
+    `breakdown`: of the step that a MemoryProbe saw, else of the predicted one, as `Breakdown.to_json` gives it;
+    `advice`: what would take less, as `memory.changes.Advice` has it.
     """
 
     arm: str
@@ -55,6 +57,7 @@ class Row:
     optimizer_peak_allocated_bytes: int | None
     validation_peak_allocated_bytes: int | None
     alloc_retries: int | None
+    outside_resets: int | None
     tokens_per_second: float | None
     step_ms: float | None
     mfu_percent: float | None
@@ -66,6 +69,8 @@ class Row:
     seconds: float
     loss_curve: tuple[tuple[int, float], ...]
     folder: str
+    breakdown: dict[str, Any] | None
+    advice: tuple[dict[str, Any], ...]
 
     @property
     def name(self) -> str:
@@ -112,6 +117,7 @@ def row_from_result(run: Run, result: dict[str, Any], *, seconds: float, folder:
         optimizer_peak_allocated_bytes=phases.get("optimizer"),
         validation_peak_allocated_bytes=phases.get("validation"),
         alloc_retries=memory.get("alloc_retries"),
+        outside_resets=memory.get("outside_resets"),
         tokens_per_second=speed.get("tokens_per_second"),
         step_ms=speed.get("step_ms"),
         mfu_percent=speed.get("mfu_percent"),
@@ -123,6 +129,8 @@ def row_from_result(run: Run, result: dict[str, Any], *, seconds: float, folder:
         seconds=seconds,
         loss_curve=tuple((int(step), float(loss)) for step, loss in result.get("loss_curve") or ()),
         folder=folder,
+        breakdown=result.get("probe") or memory.get("prediction"),
+        advice=tuple(memory.get("advice") or ()),
     )
 
 
@@ -226,8 +234,9 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
 
 
 def write_csv(path: Path, rows: Iterable[Row]) -> None:
-    """Write one line per row; the loss curve stays in results.json."""
-    names = [field.name for field in fields(Row) if field.name != "loss_curve"] + ["last_loss"]
+    """Write one line per row; the loss curve, the breakdown and the advice stay in results.json."""
+    nested = ("loss_curve", "breakdown", "advice")
+    names = [field.name for field in fields(Row) if field.name not in nested] + ["last_loss"]
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, names, extrasaction="ignore", lineterminator="\n")
         writer.writeheader()

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from flash_train.comparison.plan import REFERENCE
@@ -48,6 +49,20 @@ def _print(cells: Sequence[Cell], console: Console, wanted: Sequence[str], *, ti
     following = [cell.length for cell in cells[1:]] + [None]
     for line, cell, after in zip(body(cells), cells, following, strict=True):
         table.add_row(*(line[index] for index in shown), end_section=cell.length != after)
+    _show(table, console)
+
+
+def print_lines(headings: Sequence[str], lines: Sequence[Sequence[str]], console: Console, *, title: str) -> None:
+    """Lines of text in the same dress, the first column to the left."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
+    for index, heading in enumerate(headings):
+        table.add_column(escape(heading), justify="right" if index else "left", no_wrap=True)
+    for line in lines:
+        table.add_row(*map(escape, line))
+    _show(table, console)
+
+
+def _show(table: Table, console: Console) -> None:
     table.width = console.measure(table, options=console.options.update(width=10_000)).maximum
     console.print(table, crop=False)
 

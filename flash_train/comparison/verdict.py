@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from flash_train.comparison.agreement import GRADIENT_LIMIT, LOSS_LIMIT, Agreement
+from flash_train.comparison.cautions import cautions
 from flash_train.comparison.growth import growth_exponent
 from flash_train.comparison.plan import REFERENCE
 from flash_train.comparison.results import Cell, Row, unequal_starts
@@ -19,7 +20,7 @@ _NOTHING = ["No arm takes what was asked of it, and nothing was measured."]
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
     """`sentence` opens the report. `notes` are further sentences; `problems` those that a reader must know first;
-    `refusals` say which arms were left out, and why.
+    `refusals` say which arms were left out, and why; `warnings` what makes a number about memory doubtful.
 
     `valid` is False if the runs did not start alike: then the sentence says that, and nothing else can be concluded.
     """
@@ -28,6 +29,7 @@ class Verdict:
     notes: tuple[str, ...]
     problems: tuple[str, ...]
     refusals: tuple[str, ...]
+    warnings: tuple[str, ...]
     valid: bool
     agreements: tuple[Agreement, ...]
     growth_exponents: dict[str, float | None]
@@ -43,6 +45,7 @@ class Verdict:
             "notes": list(self.notes),
             "problems": list(self.problems),
             "refusals": list(self.refusals),
+            "warnings": list(self.warnings),
             "valid": self.valid,
             "agreement": judged,
             "limits": {"gradient_ratio": GRADIENT_LIMIT, "loss_ratio": LOSS_LIMIT},
@@ -88,6 +91,7 @@ def conclude(
         notes=tuple(notes),
         problems=tuple(problems),
         refusals=tuple(f"{arm} was refused and is left out: {why}." for arm, why in refused.items()),
+        warnings=tuple(cautions(rows, cells)),
         valid=not unequal,
         agreements=tuple(agreements),
         growth_exponents=exponents,

@@ -58,6 +58,8 @@ def log_comparison(comparison: Comparison, children: Children, files: Sequence[P
         pictures = {f"comparison/{file.stem}_chart": wandb.Image(str(file)) for file in files if file.suffix == ".png"}
         run.log({"comparison/table": lines, **_line_charts(cells), **pictures})
         run.summary["comparison/verdict"] = comparison.verdict.sentence
+        for number, warning in enumerate(comparison.verdict.warnings, start=1):
+            run.summary[f"comparison/warning_{number}"] = warning
         keep_files(run, files)
 
 

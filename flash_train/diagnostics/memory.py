@@ -4,6 +4,7 @@ import gc
 import logging
 import math
 from collections.abc import Mapping
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from flash_train.diagnostics.ledger import ledger_of
 from flash_train.diagnostics.meters import AllocatorMeter, Meter, ProfilerMeter
 from flash_train.diagnostics.monitor import Monitor, highest, never_raises, step_is_complete, step_of
 from flash_train.diagnostics.prediction import predict_step
-from flash_train.memory.predict import Prediction
+from flash_train.memory.advice import Advisory
 from flash_train.memory.sizes import error_percent
 
 logger = logging.getLogger(__name__)
@@ -73,7 +74,7 @@ class MemoryMonitor(Monitor):
         self._outside_resets = 0
         self._highest: dict[str, int] = {}
         self._to_predict = self._predicts
-        self.prediction: Prediction | None = None
+        self.prediction: Advisory | None = None
         self._refusal: str | None = None
 
     def result(self) -> dict[str, Any]:
@@ -93,19 +94,18 @@ class MemoryMonitor(Monitor):
         }
 
     def _predicted(self) -> dict[str, Any]:
-        prediction = self.prediction
-        if prediction is None:
-            phases, error = None, None
-        else:
-            phases = {name: peak.size + prediction.cublas for name, peak in prediction.phases.items()}
-            # Validation is not predicted, and may peak above training.
-            measured = max(self._highest.get(name, 0) for name in ("forward", "backward", "optimizer", "step"))
-            error = error_percent(prediction.peak, measured) if measured else None
+        """What was predicted, None where nothing was. Validation is not, and may peak above training."""
+        if self.prediction is None:
+            return {"predicted_bytes": None, "prediction_error_percent": None, "prediction_refusal": self._refusal}
+        breakdown = self.prediction.breakdown
+        predicted = breakdown.peak.measured
+        measured = max(self._highest.get(name, 0) for name in ("forward", "backward", "optimizer", "step"))
         return {
-            "predicted_bytes": None if prediction is None else prediction.peak,
-            "predicted_phases": phases,
-            "prediction_error_percent": error,
-            "prediction_refusal": self._refusal,
+            "predicted_bytes": predicted,
+            "prediction_error_percent": error_percent(predicted, measured) if measured else None,
+            "prediction_refusal": None,
+            "prediction": breakdown.to_json(tensors=3),
+            "advice": [asdict(advice) for advice in self.prediction.advice],
         }
 
     def disturbs_timing(self, step: int) -> bool:
@@ -178,7 +178,8 @@ class MemoryMonitor(Monitor):
 
     def _predict(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> None:
         try:
-            self.prediction = predict_step(trainer, pl_module, batch)
+            found = predict_step(trainer, pl_module, batch)
+            self.prediction = replace(found, breakdown=replace(found.breakdown, trace=None))  # which is long
         except Exception as error:  # whatever a foreign module does on fake tensors
             self._refusal = (str(error).strip() or type(error).__name__).splitlines()[0]
             logger.warning("No peak memory is predicted: %s", self._refusal)
@@ -235,7 +236,7 @@ class MemoryMonitor(Monitor):
     # Numbers
 
     def _collect(self, trainer: Trainer, *, final: bool) -> Mapping[str, float]:
-        predicted = {} if self.prediction is None else {"predicted": self.prediction.peak}
+        predicted = {} if self.prediction is None else {"predicted": self.prediction.breakdown.peak.measured}
         if self._meter is None:
             return predicted
         if isinstance(self._meter, AllocatorMeter):

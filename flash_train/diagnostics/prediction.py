@@ -5,14 +5,14 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
+from flash_train.memory.advice import Advisory, modelled_advice
 from flash_train.memory.cards import Card
-from flash_train.memory.predict import Prediction, predict_peak
+from flash_train.memory.predict import Predictor
 
 
-def predict_step(trainer: Trainer, module: LightningModule, batch: Any) -> Prediction:
-    """The prediction for one step of `module` on `batch` as `trainer` takes it, on its device; nothing is disturbed.
-
-    A compiled step is predicted as an eager one.
+def predict_step(trainer: Trainer, module: LightningModule, batch: Any) -> Advisory:
+    """What one step of `module` on `batch` will fill memory with as `trainer` takes it, on its device, and what flash
+    attention and a chunked loss would save of it; nothing is disturbed. A compiled step is predicted as an eager one.
 
     Raises:
         ValueError: it cannot be predicted; the text says why.
@@ -25,15 +25,17 @@ def predict_step(trainer: Trainer, module: LightningModule, batch: Any) -> Predi
         )
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"a prediction is for CUDA devices and CPUs, and this run is on {device.type!r}")
-    return predict_peak(
+    card = card_at(device) if device.type == "cuda" else None
+    predictor = Predictor(
         module,
-        batch,
         precision=str(trainer.precision),
         accumulate=min(trainer.accumulate_grad_batches, 2),  # more do not raise the peak
         gradient_clip=trainer.gradient_clip_val or None,
         device=device.type,
-        card=card_at(device) if device.type == "cuda" else None,
+        card=card,
     )
+    breakdown = predictor.breakdown(batch)
+    return modelled_advice(breakdown, limit=None if card is None else card.memory - card.context)
 
 
 def card_at(device: torch.device) -> Card:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from flash_train.chart_style import STYLE
+from flash_train.chart_style import STYLE, UNTRACKED, legend_beside, stack_bars
 from flash_train.memory.attribution import Breakdown
 from flash_train.memory.live import CATEGORIES
 from flash_train.memory.logits import CHUNK_ROWS
@@ -25,8 +25,6 @@ _MEASURED = {
     "tracker": "the tracker's own count, measured by nobody else",
     "prediction": "the step on fake tensors",
 }
-# Okabe and Ito's palette, which stays apart for every kind of colour vision.
-_COLOURS = ("#0072B2", "#56B4E9", "#5D3A9B", "#D55E00", "#F0E442", "#CC79A7", "#E69F00")
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 
 
@@ -180,24 +178,15 @@ def draw_breakdown(path: Path, breakdown: Breakdown) -> None:
 
 def _draw_phases(axes: Axes, breakdown: Breakdown, unit: _Unit) -> None:
     names, phases = list(breakdown.phases), list(breakdown.phases.values())
-    bottom = [0.0] * len(phases)
-    for category, colour in zip(CATEGORIES, _COLOURS, strict=True):
-        sizes = [phase.categories[category] / unit.size for phase in phases]
-        if any(sizes):
-            axes.bar(names, sizes, bottom=bottom, color=colour, label=category, width=0.6)
-            bottom = [low + size for low, size in zip(bottom, sizes, strict=True)]
-    # Always there, also when it is nothing; less than nothing hangs from the top of what was tracked.
-    sizes = [phase.untracked / unit.size for phase in phases]
-    axes.bar(names, sizes, bottom=bottom, color="white", edgecolor="#555555", hatch="///", label="untracked", width=0.6)
+    parts = {category: [phase.categories[category] / unit.size for phase in phases] for category in CATEGORIES}
+    stack_bars(axes, names, parts | {UNTRACKED: [phase.untracked / unit.size for phase in phases]})
     for x, phase in enumerate(phases):
         axes.annotate(unit(phase.measured), (x, max(phase.measured, phase.tracked) / unit.size), ha="center",
                       xytext=(0, 3), textcoords="offset points")  # fmt: skip
     axes.set_ylim(0, 1.08 * max(max(phase.measured, phase.tracked) for phase in phases) / unit.size)
     axes.set_ylabel(unit.name)
     axes.set_title("by category, at each phase's peak")
-    axes.grid(axis="x", visible=False)
-    handles, labels = axes.get_legend_handles_labels()
-    axes.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1.0, 0.5))
+    legend_beside(axes)
 
 
 def _draw_modules(axes: Axes, breakdown: Breakdown, unit: _Unit) -> None:

@@ -109,7 +109,7 @@ class Predictor:
         """The same step, or a `validation_step`, by module, by tensor, and what scores and logits take of it; nobody
         measures, but what cuBLAS takes is `untracked`."""
         card = self._card
-        live = partial(Recorder, device="cpu", inside=inside(card.capability) if card else None, sdpa=False)
+        live = partial(Recorder, device="cpu", inside=inside(card.capability if card else None), sdpa=False)
         with self._rules():
             recorder = self._step.validate(batch, live) if validation else self._step.take(batch, live)
         if recorder.error is not None:

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from flash_train.chart_style import STYLE
+from flash_train.chart_style import STYLE, legend_beside, stack_bars
 from flash_train.comparison.text import human_bytes
 from flash_train.planning.measured import Measured
 from flash_train.planning.plan import ArmPlan, ladder
@@ -18,9 +18,6 @@ from flash_train.planning.settings import Settings
 _COLOURS = {"naive": "#D55E00", "sdpa": "#0072B2", "flash": "#009E73"}
 _MORE_COLOURS = ("#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8A8A8A", "#F0E442", "#5D3A9B")
 _MARKERS = {"naive": "o", "sdpa": "s", "flash": "^"}
-_PART_COLOURS = (
-    "#0072B2", "#56B4E9", "#5D3A9B", "#D55E00", "#F0E442", "#CC79A7", "#E69F00", "#009E73", "#BBBBBB", "#777777",
-)  # fmt: skip
 
 
 def draw_plan(
@@ -82,13 +79,7 @@ def _draw_needs(axes: Axes, plans: Sequence[ArmPlan], settings: Settings, measur
 def _draw_parts(axes: Axes, plans: Sequence[ArmPlan], parts: Mapping[str, Mapping[str, int]]) -> None:
     names = list(dict.fromkeys(name for own in parts.values() for name in own))
     labels = [f"{plan.arm}\nT = {plan.longest:,}" if plan.longest else f"{plan.arm}\nnothing fits" for plan in plans]
-    begin = [0.0] * len(parts)
-    for name, colour in zip(names, _PART_COLOURS, strict=False):
-        sizes = [own.get(name, 0) / 2**30 for own in parts.values()]
-        axes.bar(labels, sizes, bottom=begin, color=colour, label=name, width=0.7)
-        begin = [low + size for low, size in zip(begin, sizes, strict=True)]
+    stack_bars(axes, labels, {name: [own.get(name, 0) / 2**30 for own in parts.values()] for name in names}, width=0.7)
     axes.set_ylabel("GiB")
     axes.set_title("at the longest T that fits")
-    axes.grid(axis="x", visible=False)
-    handles, found = axes.get_legend_handles_labels()
-    axes.legend(handles[::-1], found[::-1], loc="center left", bbox_to_anchor=(1.0, 0.5))
+    legend_beside(axes)

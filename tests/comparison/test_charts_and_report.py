@@ -10,11 +10,12 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from flash_train.comparison.agreement import judge, noise_floor
-from flash_train.comparison.charts import loss_chart, memory_chart, save_charts, speed_chart
+from flash_train.comparison.charts import filling_chart, loss_chart, memory_chart, save_charts, speed_chart
+from flash_train.comparison.filling import fillings
 from flash_train.comparison.report import report_html
 from flash_train.comparison.results import Row, cells
 from flash_train.comparison.verdict import conclude
-from tests.comparison.made_up import MIB, judged_rows, row
+from tests.comparison.made_up import MIB, breakdown, judged_rows, row
 
 CARD = 1000 * MIB
 CURVES = {"naive": (5.0, 4.0), "naive_reversed": (5.0, 4.001), "sdpa": (5.0, 4.001), "flash": (5.0, 4.002)}
@@ -30,6 +31,7 @@ def charts(rows: list[Row]) -> dict[str, Figure]:
     measured = cells(rows)
     return {
         "memory": memory_chart(measured, setting="a model", device_memory=CARD, exponents={"naive": 1.9}),
+        "filling": filling_chart(fillings(rows) or fillings([row("naive", 37)]), setting="a model"),
         "speed": speed_chart(measured, setting="a model"),
         "loss": loss_chart(rows, setting="a model", lengths=(37,), floors={37: 1e-3}),
     }
@@ -96,6 +98,7 @@ def test_losses_that_are_no_numbers_can_be_drawn(tmp_path: Path):
 
 def test_the_report_opens_with_the_verdict_and_needs_nothing_else(rows: list[Row], tmp_path: Path):
     save_charts(tmp_path, charts(rows))
+    rows[-1] = row("flash", 74, memory={"peak_allocated_bytes": MIB, "alloc_retries": 1, "prediction": breakdown(MIB)})
     gradients = {37: {"naive": 1e-7, "sdpa": 1e-7, "flash": 1.2e-7}}
     verdict = conclude(rows, cells(rows), judge(rows, arms=("sdpa", "flash"), lengths=(37,), gradients=gradients))
     page = report_html(
@@ -104,15 +107,18 @@ def test_the_report_opens_with_the_verdict_and_needs_nothing_else(rows: list[Row
         verdict=verdict,
         cells=cells(rows),
         rows=rows,
-        charts={name: tmp_path / f"{name}.svg" for name in ("memory", "speed", "loss")},
+        charts={name: tmp_path / f"{name}.svg" for name in ("memory", "filling", "speed", "loss")},
+        found=fillings(rows),
         facts={"torch": "2.13.0", "git_commit": "abc"},
         command="flash-compare 'arms=[naive,flash]'",
     )
     body = page[page.index("<body>") :]
     assert re.sub(r"<[^>]*>", "", body).strip().startswith(verdict.sentence.replace("'", "&#x27;"))
+    for fact in ("What fills the peak at T=74", "By module", "What would take less", "<h2>Warnings</h2>"):
+        assert fact in page
     for fact in ("2.13.0", "abc", "flash-compare &#x27;arms=[naive,flash]&#x27;", "A &lt;comparison&gt;"):
         assert fact in page
     assert "<script" not in page and not re.search(r'(src|href)="(?!#)', page) and "url(http" not in page
     identifiers = re.findall(r'\bid="([^"]*)"', page)
-    assert len(identifiers) == len(set(identifiers)) and page.count("<svg") == 3
+    assert len(identifiers) == len(set(identifiers)) and page.count("<svg") == 4
     assert set(re.findall(r'href="#([^"]*)"', page)) <= set(identifiers)

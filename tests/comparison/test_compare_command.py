@@ -69,7 +69,7 @@ def test_one_command_leaves_numbers_charts_and_a_report(flash_compare: Command, 
     assert found["commit"] == "abc" and found["versions"]["torch"] == "2.13.0"
     assert [one["agrees"] for one in found["verdict"]["agreement"]] == [True] * 4
     assert len(list(csv.DictReader((tmp_path / "out" / "results.csv").read_text().splitlines()))) == 13
-    for name in ("memory", "speed", "loss"):
+    for name in ("memory", "filling", "speed", "loss"):
         assert (tmp_path / "out" / f"{name}.png").stat().st_size > 10_000 and (
             tmp_path / "out" / f"{name}.svg"
         ).exists()
@@ -79,6 +79,7 @@ def test_one_command_leaves_numbers_charts_and_a_report(flash_compare: Command, 
     assert "Peaks on the CPU are of the tensors alive in one step" in found["verdict"]["notes"][-3]
     assert "Each micro-batch held 148 tokens" in found["verdict"]["notes"][-2]
     assert found["verdict"]["notes"][-1].startswith("Peaks were predicted before the first step, as of an eager one; ")
+    assert "What fills the peak at T=148" in printed and "Most of flash's peak at T=148 is score matrices" in printed
     for shown in (printed, (tmp_path / "out" / "report.html").read_text()):
         assert "predicted" in shown and "+1.00 %" in shown
     for row in (found["rows"][0], next(csv.DictReader((tmp_path / "out" / "results.csv").read_text().splitlines()))):
@@ -225,7 +226,7 @@ def test_wandb_gets_one_run_that_holds_the_comparison(flash_compare: Command, tm
     assert run.summary["comparison/table.nrows"] == 9
     charts = {key.rpartition(".")[2] for key in run.config if key.startswith("_wandb.visualize.")}
     assert charts == {"comparison/peak_memory", "comparison/speed"}
-    for file in ("results.json", "results.csv", "report.html", "memory.png", "memory.svg"):
+    for file in ("results.json", "results.csv", "report.html", "memory.png", "memory.svg", "filling.png"):
         assert file in run.files
 
 

@@ -64,7 +64,8 @@ def test_the_prediction_stands_beside_the_measured_peak_and_changes_no_number() 
         losses.append(recording.values_of("train/loss")[-1])
     result = monitor.result()
     assert abs(result["prediction_error_percent"]) < 1 and result["prediction_refusal"] is None
-    assert result["predicted_bytes"] == max(result["predicted_phases"].values())
+    phases = result["prediction"]["phases"]
+    assert result["predicted_bytes"] == max(phase["measured"] for phase in phases.values()) and result["advice"] == []
     assert recording.values_of("memory/predicted_gib") == [result["predicted_bytes"] / 2**30] * 2
     assert losses[0] == losses[1]
 
