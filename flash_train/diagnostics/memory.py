@@ -31,6 +31,7 @@ class MemoryMonitor(Monitor):
     `memory/peak_allocated_gib` and `memory/peak_reserved_gib` since the last log step, whatever ran in it;
     `memory/{forward,backward,optimizer,validation}/peak_allocated_gib` of each phase in it;
     `memory/alloc_retries` since training began (each emptied the allocator's cache, and was slow);
+    with several ranks, `memory/peak_allocated_rank`, the one with the highest;
     with `predict`, `memory/predicted_gib`, which the peak of the training steps should be.
 
     On an accelerator the peaks are the allocator's, of every step, without synchronisation. On a CPU they are the live
@@ -73,6 +74,7 @@ class MemoryMonitor(Monitor):
         self._in_step = False
         self._outside_resets = 0
         self._highest: dict[str, int] = {}
+        self._rank: int | None = None
         self._to_predict = self._predicts
         self.prediction: Advisory | None = None
         self._refusal: str | None = None
@@ -86,6 +88,7 @@ class MemoryMonitor(Monitor):
             "device": self._device.type,
             "source": self._source,
             "peak_allocated_bytes": self._highest.get("allocated"),
+            "peak_allocated_rank": self._rank,
             "peak_reserved_bytes": self._highest.get("reserved"),
             "phases": phases,
             "alloc_retries": self._highest.get("retries", 0),
@@ -245,11 +248,14 @@ class MemoryMonitor(Monitor):
 
     def _combine(self, numbers: Mapping[str, list[float]]) -> dict[str, float]:
         window = {name: int(value) for name in numbers if (value := highest(numbers[name])) is not None}
+        at = self._note_rank(numbers.get("allocated", []))
         for name, value in window.items():
             self._highest[name] = max(self._highest.get(name, 0), value)
         metrics = {
             f"memory/peak_{name}_gib": window[name] / GIB for name in ("allocated", "reserved") if name in window
         }
+        if at is not None:
+            metrics["memory/peak_allocated_rank"] = float(at)
         for phase in (*PHASES, "step"):
             if phase in window:
                 metrics[f"memory/{phase}/peak_allocated_gib"] = window[phase] / GIB
@@ -258,6 +264,16 @@ class MemoryMonitor(Monitor):
         if "retries" in window:
             metrics["memory/alloc_retries"] = float(window["retries"])
         return metrics
+
+    def _note_rank(self, allocated: list[float]) -> int | None:
+        """Which of several ranks has the highest peak of the window; and, if there was none as high, of the run."""
+        peak = highest(allocated)
+        if len(allocated) < 2 or peak is None:
+            return None
+        at = allocated.index(peak)
+        if peak > self._highest.get("allocated", 0):
+            self._rank = at
+        return at
 
 
 def held_by(trainer: Trainer, pl_module: LightningModule, batch: Any) -> list[Any]:

@@ -11,6 +11,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from flash_train.diagnostics.ranks import Ranks, link
+
 logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
@@ -53,7 +55,8 @@ def step_is_complete(trainer: Trainer) -> bool:
 class Monitor(Callback, ABC):
     """Collects numbers on each rank, and turns those of all ranks into metrics at Lightning's log steps.
 
-    A rank whose measuring failed still takes part in the exchange, so that the others do not wait for it.
+    A rank whose measuring failed still takes part in the exchange, so that the others do not wait for it; for one that
+    is gone they wait once, and not long (see `Ranks`).
     """
 
     numbers: tuple[str, ...]
@@ -67,6 +70,7 @@ class Monitor(Callback, ABC):
         self._failed = False
         self._reported = -1
         self._logged: frozenset[str] = frozenset()
+        self._link: Ranks | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._start_over()
@@ -109,8 +113,12 @@ class Monitor(Callback, ABC):
         values = [local.get(name, math.nan) for name in self.numbers]
         ranks = [values]
         if trainer.world_size > 1:
-            mine = torch.tensor(values, dtype=torch.float64, device=trainer.strategy.root_device)
-            ranks = trainer.strategy.all_gather(mine).tolist()
+            self._link = self._link or link(type(self).__name__)
+            if self._link is not None:
+                ranks = self._link.gather(values)
+            else:  # a strategy with a way of its own
+                mine = torch.tensor(values, dtype=torch.float64, device=trainer.strategy.root_device)
+                ranks = trainer.strategy.all_gather(mine).tolist()
         return {name: [rank[i] for rank in ranks] for i, name in enumerate(self.numbers)}
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -259,7 +259,13 @@ def test_running_out_of_memory_leaves_the_peak_that_led_to_it() -> None:
 def test_the_highest_rank_is_what_counts() -> None:
     monitor = MemoryMonitor()
     metrics = monitor._combine({"allocated": [2.0**30, 3 * 2.0**30], "forward": [float("nan"), 2.0**29]})
-    assert metrics == {"memory/peak_allocated_gib": 3.0, "memory/forward/peak_allocated_gib": 0.5}
+    assert metrics == {
+        "memory/peak_allocated_gib": 3.0,
+        "memory/peak_allocated_rank": 1.0,
+        "memory/forward/peak_allocated_gib": 0.5,
+    }
+    monitor._combine({"allocated": [2 * 2.0**30, 2.0**30]})
+    assert monitor.result()["peak_allocated_rank"] == 1  # of the run
     assert monitor.result()["peak_allocated_bytes"] == 3 * 2**30
 
 

@@ -126,14 +126,15 @@ def test_documents_of_a_batch_have_the_loss_that_each_has_alone() -> None:
     assert not torch.isclose(module._cross_entropy(whole, "mean"), expected, rtol=1e-4)
 
 
-def test_a_loss_in_chunks_trains_and_validates_as_the_whole_one(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:.*use of fork\\(\\) may lead to deadlocks:DeprecationWarning")
+@pytest.mark.parametrize("options", [{}, {"devices": 2, "strategy": "ddp_fork"}], ids=["alone", "data-parallel"])
+def test_a_loss_in_chunks_trains_and_validates_as_the_whole_one(tmp_path: Path, options: dict[str, Any]) -> None:
     found = []
     for chunk_rows in (None, 7):
         torch.manual_seed(4)
         model = GPT(vocabulary_size=11, context_length=T, width=12, depth=2, heads=3)
         module = LanguageModel(model, optimizer=partial(torch_sgd, lr=0.5), loss_chunk_rows=chunk_rows)
-        run = trainer(tmp_path, max_steps=3)
-        run.fit(module, ToyData())
+        trainer(tmp_path, max_steps=3, **options).fit(module, ToyData())
         [logged] = trainer(tmp_path).validate(module, ToyData(), verbose=False)
         found.append((module.state_dict(), logged["validation/loss"]))
     torch.testing.assert_close(*found)
