@@ -183,7 +183,7 @@ def _collect(q_tile, do_tile, k, v, lse, delta, dq, k_strides, v_strides, b, h, 
     """dQ of one tile of queries from all keys of the span that they see; writes the rows that belong to the span."""
     at = place_of(b, h, span, n, x, c)
     queries = queries_of(first, at, span, n, c)
-    start, full, full_end, end = key_tiles(first, span, n, c)
+    start, full, full_end, end = key_tiles(first, span, n, c, False)
     L, delta_rows = row_numbers(lse, delta, at.head, first + tl.arange(0, c.BLOCK_T), span.end_query, n)
     acc = tl.zeros([c.BLOCK_T, c.BLOCK_D], tl.float32)
     if c.MASK == "window" or c.MASK == "documents":

@@ -14,6 +14,7 @@ from flash_train.ops.kernels.tiles import (
     ALIGNMENT_TOLD,
     LN_2,
     LOWEST,
+    MANY,
     NOT_SPECIALIZED,
     Constants,
     Extras,
@@ -33,8 +34,9 @@ from flash_train.ops.kernels.tiles import (
 
 @triton.jit
 def _fold_keys(acc, m, l, q_tile, queries, k, v, k_strides, v_strides, start, end, at, span, n, x, c,
-               MASKED: tl.constexpr):  # fmt: skip
-    """Keys start to end into the rows' state (m, l, acc), m in units of log2. Full and masked tiles share this body."""
+               MASKED: tl.constexpr, FIXED_MAX: tl.constexpr = False):  # fmt: skip
+    """Keys start to end into the rows' state (m, l, acc), m in units of log2. Full and masked tiles share this body.
+    FIXED_MAX: m stays as it is."""
     CUT: tl.constexpr = MASKED and c.MASK == "documents"
     unit = log2_unit(n, c)
     for first in tl.range(start, end, c.BLOCK_S):
@@ -45,13 +47,19 @@ def _fold_keys(acc, m, l, q_tile, queries, k, v, k_strides, v_strides, start, en
         s, _ = modify(s, queries.first, first, queries.rows, keys, at, span, n, x, c)
         if MASKED:
             s = tl.where(is_seen(keys, queries.low, queries.high, c), s, float("-inf"))
-        m_new = tl.maximum(m, tl.max(s, 1) * unit)
+        if FIXED_MAX:
+            m_new = m
+        else:
+            m_new = tl.maximum(m, tl.max(s, 1) * unit)
         p = tl.exp2(s * unit - m_new[:, None])  # [BLOCK_T, BLOCK_S]
-        shrink = tl.exp2(m - m_new)
-        l = l * shrink + tl.sum(p, 1)
+        if not FIXED_MAX:
+            shrink = tl.exp2(m - m_new)
+            l = l * shrink
+            acc = acc * shrink[:, None]
+        l += tl.sum(p, 1)
         p = drop(p, queries.bits, key_keys(at.base, keys, span, c), n, c)
         v_tile = load_tile(v, v_strides, at.b, at.g, first, span.end_key, c.E, c.BLOCK_S, c.BLOCK_E, c.WIDTH, CUT)
-        acc = multiply_add(p.to(v_tile.dtype), v_tile, acc * shrink[:, None], c)  # [BLOCK_T, BLOCK_E]
+        acc = multiply_add(p.to(v_tile.dtype), v_tile, acc, c)  # [BLOCK_T, BLOCK_E]
         m = m_new
     return acc, m, l
 
@@ -61,14 +69,26 @@ def _attend(q_tile, k, v, output, lse, k_strides, v_strides, b, h, first, span, 
     """One tile of queries against all keys of the span that they see; writes the rows that belong to the span."""
     at = place_of(b, h, span, n, x, c)
     queries = queries_of(first, at, span, n, c)
-    start, full, full_end, end = key_tiles(first, span, n, c)
+    FIXED_MAX: tl.constexpr = (c.MASK == "full" or c.MASK == "causal") and q_tile.dtype != tl.float16
+    start, full, full_end, end = key_tiles(first, span, n, c, FIXED_MAX)
     m = tl.full([c.BLOCK_T], LOWEST, tl.float32)
     l = tl.zeros([c.BLOCK_T], tl.float32)
     acc = tl.zeros([c.BLOCK_T, c.BLOCK_E], tl.float32)
     if c.MASK == "window" or c.MASK == "documents":
         acc, m, l = _fold_keys(acc, m, l, q_tile, queries, k, v, k_strides, v_strides, start, full, at, span, n, x, c,
                                True)  # fmt: skip
-    if not c.DENSE:
+    if FIXED_MAX:
+        acc, m, l = _fold_keys(acc, m, l, q_tile, queries, k, v, k_strides, v_strides, full_end, end, at, span, n, x,
+                               c, True)  # fmt: skip
+        acc, m, l = _fold_keys(acc, m, l, q_tile, queries, k, v, k_strides, v_strides, full, full_end, at, span, n, x,
+                               c, False, True)  # fmt: skip
+        if tl.min((l < MANY).to(tl.int32), 0) == 0:  # a score was far above its row's first ones: with every maximum
+            m = tl.full([c.BLOCK_T], LOWEST, tl.float32)
+            l = tl.zeros([c.BLOCK_T], tl.float32)
+            acc = tl.zeros([c.BLOCK_T, c.BLOCK_E], tl.float32)
+            acc, m, l = _fold_keys(acc, m, l, q_tile, queries, k, v, k_strides, v_strides, full, end, at, span, n, x,
+                                   c, True)  # fmt: skip
+    elif not c.DENSE:
         acc, m, l = _fold_keys(acc, m, l, q_tile, queries, k, v, k_strides, v_strides, full, full_end, at, span, n, x,
                                c, False)  # fmt: skip
         acc, m, l = _fold_keys(acc, m, l, q_tile, queries, k, v, k_strides, v_strides, full_end, end, at, span, n, x,

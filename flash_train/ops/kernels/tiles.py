@@ -16,6 +16,10 @@ LN_2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-3.3e38)
 """Where a row's maximum begins: below every finite score, in units of log2 too, and itself finite, so that exp2(s - m)
 is 0 where a row has seen nothing but minus infinity."""
+MANY = tl.constexpr(2.0**64)
+"""Where a row's maximum is not looked for, its sum of exponentials is to stay below this. Softmax does not depend on
+what is subtracted, a floating-point number's rounding not on its size, and exponentials in bf16 have fp32's range: a
+score may exceed the row's first ones by 44 (64 in log2), and the output's sums hold values up to 2^64."""
 
 
 class Constants(NamedTuple):
@@ -165,15 +169,16 @@ def is_seen(keys, low, high, c):
 
 
 @triton.jit
-def key_tiles(first, span, n, c):
+def key_tiles(first, span, n, c, SPARED: tl.constexpr):
     """(start, full, full_end, end) for the rows from `first` on: the keys that any of them sees lie in start to end,
-    in tiles counted from start, and all rows see all keys from full to full_end."""
+    in tiles counted from start, and all rows see all keys from full to full_end. SPARED: each row that sees a key sees
+    one behind full_end, too, with a full or causal mask."""
     top = tl.maximum(first, span.first_query)
     bottom = tl.minimum(first + c.BLOCK_T, span.end_query) - 1
     low_top, high_top = visible_keys(top, span, n, c)
     low_bottom, end = visible_keys(bottom, span, n, c)
     if c.MASK == "full" or c.MASK == "causal":
-        return 0, 0, high_top // c.BLOCK_S * c.BLOCK_S, end
+        return 0, 0, tl.maximum(high_top - SPARED, 0) // c.BLOCK_S * c.BLOCK_S, end
     else:
         zero = span.first_key
         start = zero + (low_top - zero) // c.BLOCK_S * c.BLOCK_S

@@ -6,10 +6,9 @@ starts S = Q K^T of one tile and O += P V of the tile before, and computes the s
 Named barriers let the warpgroups take turns at the tensor cores. Key tiles that the mask cuts come first, in a loop of
 their own, and the main loop has no mask.
 
-Where programs walk, the main loop looks for no maxima either (FIXED_MAX): a row keeps the maximum that its first tiles
-gave it, and nothing is ever rescaled. Softmax does not depend on what is subtracted, rounding of floating-point numbers
-does not depend on their size, and exponentials in bf16 have the range of fp32: a later score may exceed the maximum by
-44 (64 in log2). A row in which one does is seen by its sum, and its tile is computed again with every maximum.
+Where programs walk, the main loop looks for no maxima either (FIXED_MAX): a row keeps the one that its first tiles gave
+it, and nothing is ever rescaled. A later score that is too far above it shows in the row's sum (`tiles.MANY` says why
+few are), and the tile is computed again with every maximum.
 """
 
 import functools
@@ -48,13 +47,11 @@ from flash_train.ops.kernels.hopper.tables import FORWARD, SHARED_BYTES, Forward
 from flash_train.ops.kernels.launch import blocks, empty, kind_of_mask, run, zeros
 from flash_train.ops.kernels.operands import readable
 from flash_train.ops.kernels.tables import Launch
-from flash_train.ops.kernels.tiles import LN_2, LOG2_E, LOWEST
+from flash_train.ops.kernels.tiles import LN_2, LOG2_E, LOWEST, MANY
 
 SLACK = gl.constexpr(8.0)
 """A row's maximum is replaced by a larger one, and older sums made smaller, only if that is larger by more than this in
 log2: exponentials are at most 2^8 then, which fp16 holds, and most steps rescale nothing."""
-MANY = gl.constexpr(2.0**64)
-"""Where maxima are left out, no row's sum of exponentials may reach it: the output's sums then hold values to 2^64."""
 TURNS = gl.constexpr(8)
 """The first of the named barriers at which consumers wait for their turn."""
 
