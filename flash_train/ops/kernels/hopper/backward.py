@@ -152,6 +152,12 @@ def each_column(numbers, PARTS: gl.constexpr, PART: gl.constexpr, N: gl.constexp
 
 
 @gluon.jit
+def spread(x):
+    """[64, 64] of dQ's sums, their rows in `rows.sum_place`'s order."""
+    return x.reshape([8, 2, 4, 64]).permute((0, 2, 1, 3)).reshape([64, 64])
+
+
+@gluon.jit
 def probabilities(s, numbers, masked, low, high, first_query, n, PARTS: gl.constexpr, PART: gl.constexpr,
                   N: gl.constexpr, WINDOW: gl.constexpr, LATE: gl.constexpr, SOFT_CAP: gl.constexpr,
                   SCORES: gl.constexpr):  # fmt: skip
@@ -218,7 +224,7 @@ def _step(dq, rings, done, head, first_query, masked, low, high, dk, dv, n, ME: 
     dk = warpgroup_mma(ds_operand, q_tile, dk, is_async=True)
     dq_tile = warpgroup_mma_wait(1, deps=(dq_tile,))  # dK
     tma.store_wait(0)  # the tile before has left
-    rings.dq.index(ME).store(dq_tile)
+    rings.dq.index(ME).store(spread(dq_tile))
     fence_async_shared()
     if W == 128:
         reduce_add(dq, [0, head, first_query, ME * 64], view(rings.dq.index(ME), gl.float32, [1, 1, 64, 64], dq.layout))

@@ -24,6 +24,7 @@ from flash_train.ops.kernels.hopper.backward import (
     make_rings,
     probabilities,
     produce,
+    spread,
 )
 from flash_train.ops.kernels.hopper.places import locate, query_tiles
 from flash_train.ops.kernels.hopper.shim import bar_arrive, bar_sync, own_registers, reduce_add, store, view
@@ -77,7 +78,7 @@ def _step(dq, rings, done, head, first_query, masked, low, high, dk, dv, n, ME: 
 def _add(dq, rings, part, head, first_query, column, ME: gl.constexpr):
     """64 columns of dQ on their way."""
     tma.store_wait(0)  # what lay here has left
-    rings.dq.index(ME).store(part)
+    rings.dq.index(ME).store(spread(part))
     fence_async_shared()
     reduce_add(dq, [0, head, first_query, column], view(rings.dq.index(ME), gl.float32, [1, 1, 64, 64], dq.layout))
 

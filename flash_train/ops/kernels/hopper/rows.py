@@ -14,6 +14,8 @@ HIGHEST = tl.constexpr(1.0e30)
 ROWS = Launch(block_t=64, block_s=0, warps=4, stages=1)
 FINISH = Launch(block_t=4096, block_s=0, warps=8, stages=1)
 """Each element is read once; block_t counts rows of the one kernel, elements of the other."""
+OCTET = 8
+"""Rows of dQ's sums that are stored together: `sum_place`."""
 
 
 @triton.jit
@@ -23,13 +25,21 @@ def place(row):
     return row // 16 * 16 + row % 8 // 2 * 4 + row % 16 // 8 * 2 + row % 2
 
 
-@triton.jit(do_not_specialize=["H", "T", "padded", "dl_b", "dl_h", "dl_t"],
+@triton.jit
+def sum_place(row):
+    """Where a row of dQ's sums stands: of eight, those four that half a warp writes to shared memory at once are two
+    apart, and so in different banks. (One behind the other they share banks in pairs: a 12th of the backward's work for
+    shared memory, which bounds it.)"""
+    return row // 8 * 8 + row % 4 * 2 + row % 8 // 4
+
+
+@triton.jit(do_not_specialize=["H", "T", "t_sums", "padded", "dl_b", "dl_h", "dl_t"],
             do_not_specialize_on_alignment=["do", "output", "lse", "grad_lse"])  # fmt: skip
 def rows_kernel(do, output, lse, grad_lse, start_s, start_dp, dq_sum, do_strides, o_strides, dl_b, dl_h, dl_t, H, T,
-                padded, unit, D: tl.constexpr, E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+                t_sums, padded, unit, D: tl.constexpr, E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
                 BLOCK_E: tl.constexpr, WIDTH: tl.constexpr, HAS_GRAD_LSE: tl.constexpr):  # fmt: skip
-    """-L unit and -delta = dL - rowsum(dO * O), each [B H, padded] fp32 by `place`, and zeros [B H, T, D] for dQ's
-    sums: one program, BLOCK_T rows of one head.
+    """-L unit and -delta = dL - rowsum(dO * O), each [B H, padded] fp32 by `place`, and zeros [B H, T_SUMS, D] for
+    dQ's sums: one program, BLOCK_T rows of one head.
 
     Rows that saw nothing or are none get L = HIGHEST and delta = 0, and so P = dS = 0.
     """
@@ -46,27 +56,32 @@ def rows_kernel(do, output, lse, grad_lse, start_s, start_dp, dq_sum, do_strides
     to = head.to(tl.int64) * padded + place(rows)
     tl.store(start_s + to, -tl.where(nothing, HIGHEST, L) * unit)
     tl.store(start_dp + to, tl.where(nothing, 0.0, -delta))
-    sums = dq_sum + (head.to(tl.int64) * T + first) * D
+    sums = dq_sum + (head.to(tl.int64) * t_sums + first) * D
     zeros = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
-    store_tile(sums, 0, D, 0, 0, T - first, zeros, D, BLOCK_T, BLOCK_D)
+    store_tile(sums, 0, D, 0, 0, t_sums - first, zeros, D, BLOCK_T, BLOCK_D)
 
 
-@triton.jit(do_not_specialize=["octets"])
-def finish_kernel(dq_sum, dq, octets, scale, BLOCK: tl.constexpr):
-    """dQ = scale dS K in the inputs' dtype."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at // 8 < octets  # so that eight elements are known to be read together
-    tl.store(dq + at, (tl.load(dq_sum + at, mask=inside) * scale).to(dq.dtype.element_ty), mask=inside)
+@triton.jit(do_not_specialize=["T", "t_sums"])
+def finish_kernel(dq_sum, dq, T, t_sums, scale, D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr):
+    """dQ = scale dS K in the inputs' dtype: one program, BLOCK_T rows of one head."""
+    blocks = tl.cdiv(T, BLOCK_T)
+    head = (tl.program_id(0) // blocks).to(tl.int64)
+    rows = (tl.program_id(0) % blocks) * BLOCK_T + tl.arange(0, BLOCK_T)
+    columns = tl.arange(0, BLOCK_D)
+    inside = (rows < T)[:, None] & (columns < D)[None, :]
+    sums = tl.load(dq_sum + (head * t_sums + sum_place(rows))[:, None] * D + columns, mask=inside)
+    tl.store(dq + (head * T + rows)[:, None] * D + columns, (sums * scale).to(dq.dtype.element_ty), mask=inside)
 
 
 def begin(
     do: Tensor, output: Tensor, lse: Tensor, grad_lse: Tensor | None, D: int, padded: int, unit: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Where the sums of S^T, dP^T and dQ begin, fp32: -L unit and -delta [B H, padded] by `place`, and zeros
-    [1, B H, T, D]."""
+    [1, B H, T in whole octets, D] by `sum_place`."""
     B, H, T, E = output.shape
     start_s, start_dp = (empty(lse, B * H, padded) for _ in range(2))
-    dq_sum = empty(lse, 1, B * H, T, D)
+    t_sums = blocks(T, OCTET) * OCTET
+    dq_sum = empty(lse, 1, B * H, t_sums, D)
     o, lse = readable(output), lse.contiguous()  # under vmap it may be one that was expanded
     dl = lse if grad_lse is None else grad_lse
     width = vector(o.element_size())
@@ -77,16 +92,17 @@ def begin(
     )  # fmt: skip
     run(
         rows_kernel, o.device, padded // ROWS.block_t * B * H, ROWS, key,
-        do, o, lse, dl, start_s, start_dp, dq_sum, *strides, *dl.stride(), H, T, padded, unit, D, E, ROWS.block_t,
-        block_size(D), block_size(E), width, grad_lse is not None,
+        do, o, lse, dl, start_s, start_dp, dq_sum, *strides, *dl.stride(), H, T, t_sums, padded, unit, D, E,
+        ROWS.block_t, block_size(D), block_size(E), width, grad_lse is not None,
     )  # fmt: skip
     return start_s, start_dp, dq_sum
 
 
 def finish(dq_sum: Tensor, dq: Tensor, scale: float) -> None:
-    """dQ [B, H, T, D] from the sum of dS K, fp32 and as many elements, D being a multiple of 8."""
-    octets = dq.numel() // 8
+    """dQ [B, H, T, D] from the sums of dS K, `begin`'s."""
+    B, H, T, D = dq.shape
+    rows = FINISH.block_t // block_size(D)
     run(
-        finish_kernel, dq.device, blocks(dq.numel(), FINISH.block_t), FINISH,
-        ("hopper finish", dq.device, dq.dtype, *large((octets,))), dq_sum, dq, octets, scale, FINISH.block_t,
+        finish_kernel, dq.device, blocks(T, rows) * B * H, FINISH, ("hopper finish", dq.device, dq.dtype, D),
+        dq_sum, dq, T, dq_sum.shape[2], scale, D, rows, block_size(D),
     )  # fmt: skip
