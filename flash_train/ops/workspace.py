@@ -39,8 +39,8 @@ def backward_workspace(
     """Bytes that `attention_backward` holds while it runs, beside its results.
 
     On a CPU delta, the log-sum-exp without infinities, and the tiles; gradients in fp32 where they end as halves.
-    Triton: one fp32 number for each row of scores, delta. Hopper: two, in whole tiles of at most 128 rows, and dQ's
-    sums in fp32, [1, B H, T, D]; what it does not take runs on Triton, with less.
+    Triton: one fp32 number for each row of scores, delta. Hopper: 16 bf16 numbers, in whole tiles of at most 128 rows,
+    and dQ's sums in fp32, in whole octets of rows; what it does not take runs on Triton, with less.
     """
     B, H, T, D = q.shape
     terms = Terms(*rest[5:])
@@ -54,5 +54,5 @@ def backward_workspace(
         wide = q.numel() + k.numel() + v.numel() if half else 0  # fp32 sums, which the results follow at the end
         return 4 * 2 * B * H * T + max(4 * tiles + 2 * wide, 4 * wide)
     if capability == HOPPER and half and terms.implementation in ("flash", "hopper") and not terms.deterministic:
-        return 4 * B * H * (T * D + 2 * (-(-T // 128) * 128))
+        return B * H * (4 * D * (-(-T // 8) * 8) + 32 * (-(-T // 128) * 128))
     return 4 * B * H * T

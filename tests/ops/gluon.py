@@ -140,7 +140,7 @@ def run_on_cpu(
             assert not stay or barrier.changed.wait_for(lambda: barrier.phase != before, TIMEOUT), "deadlock"
 
     def multiply(a: Any, b: Any, acc: Tensor, use_acc: bool = True, is_async: bool = False) -> Tensor:
-        a, b = (x.data if isinstance(x, Shared) else x for x in (a, b))
+        a, b = ((x.data if isinstance(x, Shared) else x).to(acc.dtype) for x in (a, b))
         return a @ b + acc if use_acc else a @ b
 
     failures: list[BaseException] = []
@@ -167,7 +167,8 @@ def run_on_cpu(
     others = {x.__module__ for x in vars(module).values() if isinstance(x, GluonJITFunction)} - {shim.__name__}
     names = {name: x for other in others for name, x in vars(sys.modules[other]).items()} | vars(module)
     names["gl"] = types.SimpleNamespace(
-        constexpr=lambda x: x, float32=torch.float32, int32=torch.int32, int64=torch.int64, static_range=range,
+        constexpr=lambda x: x, float32=torch.float32, bfloat16=torch.bfloat16, int32=torch.int32, int64=torch.int64,
+        static_range=range,
         cdiv=lambda a, b: -(-a // b), program_id=lambda axis: program, num_programs=lambda axis: programs,
         max=lambda x, axis: x.amax(axis), min=lambda x, axis: x.amin(axis), sum=lambda x, axis: x.sum(axis),
         log=torch.log,
@@ -195,7 +196,7 @@ def run_on_cpu(
         reduce_add=reduce_add, view=lambda x, dtype, shape, layout: Shared(x.data.view(shape)),
         bar_sync=meet, bar_arrive=lambda number, threads: meet(number, threads, stay=False),
         seam=nothing, stored=nothing, exp2=torch.exp2, tanh=torch.tanh, in_pairs=lambda x: x,
-        rescale=lambda acc, factor: acc * factor, fetch_add=fetch_add, layout_of=nothing, own_registers=lambda x: x,
+        rescale=lambda acc, factor: acc * factor, fetch_add=fetch_add, layout_of=nothing,
         warpgroup_mma=multiply, warpgroup_mma_wait=lambda left, deps: deps[0] if len(deps) == 1 else deps,
     )  # fmt: skip
     for name, x in list(names.items()):

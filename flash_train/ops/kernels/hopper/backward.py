@@ -7,8 +7,9 @@ rows, so that P^T and dS^T are operands of dV += P^T dO and dK += dS^T Q where t
 through shared memory for dQ = dS K alone, which the copy engine adds to an fp32 tensor in global memory. In what order
 programs add there differs from run to run, and so does dQ's rounding; dK and dV do not.
 
-The sums of dP^T, and those of S^T unless LATE, begin at -delta and -L / scale instead of 0 (`rows.py`): neither takes
-registers then.
+The sums of S^T and dP^T have -L / scale and -delta in them. Both differ from column to column, and were a tenth of what
+shared memory, whose throughput bounds this kernel, has to do when each thread read those of its columns. So they come
+as products: ones times three bf16 numbers a query, whose sum is the fp32 number (`rows.py`).
 """
 
 from typing import Any, NamedTuple
@@ -29,9 +30,7 @@ from flash_train.ops.kernels.hopper.shim import (
     bar_arrive,
     bar_sync,
     exp2,
-    layout_of,
     load,
-    own_registers,
     reduce_add,
     seam,
     store,
@@ -56,10 +55,8 @@ class Rings(NamedTuple):
     v: Any
     q: Any
     do: Any
-    start_s: Any
-    """Beside q: where the sums of S^T begin."""
-    start_dp: Any
-    """Beside do."""
+    starts: Any
+    """Beside do: where the sums of S^T and dP^T begin."""
     ds: Any
     """dS^T: two pairs of one tile a warpgroup; in `backward_wide.py` each pair is P and dS. One pair is written while
     the other may still be read."""
@@ -93,14 +90,13 @@ class Numbers(NamedTuple):
 
 
 @gluon.jit
-def produce(q, k, v, do, start_s, start_dp, rings, n, MASK: gl.constexpr, KEYS: gl.constexpr, BLOCK_T: gl.constexpr,
+def produce(q, k, v, do, starts, rings, n, MASK: gl.constexpr, KEYS: gl.constexpr, BLOCK_T: gl.constexpr,
             W: gl.constexpr, STAGES: gl.constexpr, DO_STAGES: gl.constexpr):  # fmt: skip
     """The warp that fetches: keys and values of a program, then the queries that see them and their dO, by heads."""
     block, key_head = locate(gl.program_id(0), gl.cdiv(n.S, KEYS), n.key_heads, False)  # the first have the most rows
     b = key_head // n.G
     g = key_head - b * n.G
     start, _, _, end = query_tiles(block, n, BLOCK_T, KEYS, MASK)
-    tiles = (n.T + BLOCK_T - 1) // BLOCK_T
     mbarrier.expect(rings.k_full, KEYS // 64 * k.block_type.nbytes)
     for part in gl.static_range(KEYS // 64):
         load(k, [b, g, block * KEYS + part * 64, 0], rings.k_full,
@@ -112,22 +108,21 @@ def produce(q, k, v, do, start_s, start_dp, rings, n, MASK: gl.constexpr, KEYS: 
     done = 0  # query tiles
     for member in range(0, n.group):
         h = g * n.group + member
-        row = (b * n.G * n.group + h) * tiles * BLOCK_T
         for i in range(start, end):
             stage = done % STAGES
             if done >= STAGES:
                 bar_sync(FREE + stage, 288)
-            mbarrier.expect(rings.q_full.index(stage), q.block_type.nbytes + start_s.block_type.nbytes)
+            mbarrier.expect(rings.q_full.index(stage), q.block_type.nbytes)
             load(q, [b, h, i * BLOCK_T, 0], rings.q_full.index(stage),
                  view(rings.q.index(stage), q.dtype, [1, 1, BLOCK_T, W], q.layout))  # fmt: skip
-            load(start_s, [row + i * BLOCK_T], rings.q_full.index(stage), rings.start_s.index(stage))
             stage = done % DO_STAGES
             if done >= DO_STAGES:
                 bar_sync(FREE + STAGES + stage, 288)
-            mbarrier.expect(rings.do_full.index(stage), do.block_type.nbytes + start_dp.block_type.nbytes)
+            mbarrier.expect(rings.do_full.index(stage), do.block_type.nbytes + starts.block_type.nbytes)
             load(do, [b, h, i * BLOCK_T, 0], rings.do_full.index(stage),
                  view(rings.do.index(stage), do.dtype, [1, 1, BLOCK_T, W], do.layout))  # fmt: skip
-            load(start_dp, [row + i * BLOCK_T], rings.do_full.index(stage), rings.start_dp.index(stage))
+            load(starts, [0, b * n.G * n.group + h, i * BLOCK_T, 0], rings.do_full.index(stage),
+                 view(rings.starts.index(stage), starts.dtype, [1, 1, BLOCK_T, 16], starts.layout))  # fmt: skip
             done += 1
     for i in gl.static_range(STAGES):  # no barrier is left half full
         if done > i:
@@ -138,17 +133,13 @@ def produce(q, k, v, do, start_s, start_dp, rings, n, MASK: gl.constexpr, KEYS: 
 
 
 @gluon.jit
-def each_column(numbers, PARTS: gl.constexpr, PART: gl.constexpr, N: gl.constexpr, SCORES: gl.constexpr):
-    """[64, N]: N numbers from shared memory, part PART of PARTS, in every row. Of 16 columns a thread has four, whose
-    numbers stand together there (`rows.place`), so that it reads them at once."""
-    zeros = gl.zeros([64, N], gl.float32, SCORES)
-    ALL: gl.constexpr = layout_of(zeros.reshape([64, N // 16, 2, 4, 2]))
-    ROW: gl.constexpr = gl.SliceLayout(0, ALL)
-    STORED: gl.constexpr = layout_of(gl.zeros([N // 16, 2, 4, 2], gl.float32, ROW).permute((0, 2, 1, 3)))
-    parts = view(numbers, gl.float32, [PARTS, N // 16, 4, 2, 2], gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0]))
-    row = parts.index(PART).load(STORED).permute((0, 2, 1, 3)).reshape([N])
-    full, _ = gl.broadcast(gl.convert_layout(row, gl.SliceLayout(0, SCORES))[None, :], zeros)
-    return full
+def ones(first: gl.constexpr, SCORES: gl.constexpr):
+    """[64, 16] bf16, 1 in three columns from `first` on: its product with a tile of starts is what sums begin with."""
+    OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SCORES, k_width=2)
+    columns = gl.arange(0, 16, gl.SliceLayout(0, OPERAND))[None, :]
+    chosen = (columns >= first) & (columns < first + 3)
+    full, _ = gl.broadcast(gl.where(chosen, 1.0, 0.0), gl.zeros([64, 16], gl.float32, OPERAND))
+    return full.to(gl.bfloat16)
 
 
 @gluon.jit
@@ -158,28 +149,36 @@ def spread(x):
 
 
 @gluon.jit
-def probabilities(s, numbers, masked, low, high, first_query, n, PARTS: gl.constexpr, PART: gl.constexpr,
-                  N: gl.constexpr, WINDOW: gl.constexpr, LATE: gl.constexpr, SOFT_CAP: gl.constexpr,
-                  SCORES: gl.constexpr):  # fmt: skip
-    """(P^T, by what dP^T - delta is multiplied to dS^T), of S^T [64, N]; LATE: the log-sum-exp is not yet taken off."""
-    if SOFT_CAP:
-        s = tanh(s * n.inner)
+def probabilities(s, v_tile, do_tile, start, masked, low, high, first_query, n, N: gl.constexpr, WINDOW: gl.constexpr,
+                  SOFT_CAP: gl.constexpr, SCORES: gl.constexpr):  # fmt: skip
+    """(P^T, by what dP^T - delta is multiplied to dS^T, dP^T - delta under way), of S^T [64, N] under way."""
+    if not SOFT_CAP:
+        s = warpgroup_mma(ones(0, SCORES), start, s, is_async=True)
+    dp = gl.zeros([64, N], gl.float32, SCORES)
+    dp = warpgroup_mma(ones(3, SCORES), start, dp, use_acc=False, is_async=True)
+    dp = warpgroup_mma(v_tile, do_tile, dp, is_async=True)
+    if SOFT_CAP:  # wgmma wants no other product under way while its sums are written
+        s, dp = warpgroup_mma_wait(0, deps=(s, dp))
+        capped = tanh(s * n.inner)
+        s = warpgroup_mma(ones(0, SCORES), start, capped * n.log2_scale, is_async=True)
+        s = warpgroup_mma_wait(0, deps=(s,))
+    else:
+        s = warpgroup_mma_wait(2, deps=(s,))  # dP's two
     if masked:  # in one loop: with a loop for each kind of tile, more is spilled
         s = hide(s, low, high, first_query, N, True, WINDOW)
-    if LATE:
-        p = exp2(s * n.log2_scale + each_column(numbers, PARTS, PART, N, SCORES))
+    if SOFT_CAP:
+        p = exp2(s)
+        factor = p * (1.0 - capped * capped)
     else:
         p = exp2(s * n.log2_scale)
-    if SOFT_CAP:
-        s = gl.maximum(s, -1.0)  # of the hidden ones, whose p is 0
-        return p, p * (1.0 - s * s)
-    return p, p
+        factor = p
+    return p, factor, dp
 
 
 @gluon.jit
 def _step(dq, rings, done, head, first_query, masked, low, high, dk, dv, n, ME: gl.constexpr, MASK: gl.constexpr,
           BLOCK_T: gl.constexpr, W: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr, DQ: gl.constexpr,
-          OPERAND: gl.constexpr, LATE: gl.constexpr, SOFT_CAP: gl.constexpr):  # fmt: skip
+          OPERAND: gl.constexpr, SOFT_CAP: gl.constexpr):  # fmt: skip
     """Query tile number `done` of the rings against this warpgroup's 64 keys.
 
     The comments count the products in flight: a wait for the others than the last n.
@@ -188,21 +187,17 @@ def _step(dq, rings, done, head, first_query, masked, low, high, dk, dv, n, ME: 
     phase = (done // STAGES) & 1
     pair = done % 2 * 2
     q_tile, do_tile = rings.q.index(stage), rings.do.index(stage)
-    mbarrier.wait(rings.do_full.index(stage), phase)
-    # before a product is in flight
-    dp = own_registers(each_column(rings.start_dp.index(stage), 1, 0, BLOCK_T, SCORES))
+    start = rings.starts.index(stage).permute((1, 0))
     mbarrier.wait(rings.q_full.index(stage), phase)
-    s = gl.zeros([64, BLOCK_T], gl.float32, SCORES)
-    if not LATE:
-        s = own_registers(each_column(rings.start_s.index(stage), 1, 0, BLOCK_T, SCORES))
-    s = warpgroup_mma(rings.k.index(ME), q_tile.permute((1, 0)), s, use_acc=not LATE, is_async=True)
-    dp = warpgroup_mma(rings.v.index(ME), do_tile.permute((1, 0)), dp, is_async=True)
-    s = warpgroup_mma_wait(1, deps=(s,))  # dP
-    p, factor = probabilities(s, rings.start_s.index(stage), masked, low, high, first_query, n, 1, 0, BLOCK_T,
-                              MASK == "window", LATE, SOFT_CAP, SCORES)  # fmt: skip
+    s = warpgroup_mma(rings.k.index(ME), q_tile.permute((1, 0)), gl.zeros([64, BLOCK_T], gl.float32, SCORES),
+                      use_acc=False, is_async=True)  # fmt: skip
+    mbarrier.wait(rings.do_full.index(stage), phase)
+    p, factor, dp = probabilities(s, rings.v.index(ME), do_tile.permute((1, 0)), start, masked, low, high, first_query,
+                                  n, BLOCK_T, MASK == "window", SOFT_CAP, SCORES)  # fmt: skip
     p_operand = gl.convert_layout(p.to(rings.k.dtype), OPERAND)
     seam()  # else P would wait for dP
-    dp = warpgroup_mma_wait(0, deps=(dp,))
+    if not SOFT_CAP:
+        dp = warpgroup_mma_wait(0, deps=(dp,))
     ds = (factor * dp).to(rings.k.dtype)
     rings.ds.index(pair + ME).store(ds)
     dv = warpgroup_mma(p_operand, do_tile, dv, is_async=True)
@@ -238,7 +233,7 @@ def _step(dq, rings, done, head, first_query, masked, low, high, dk, dv, n, ME: 
 
 @gluon.jit
 def _consume(dq, dk, dv, rings, n, ME: gl.constexpr, MASK: gl.constexpr, BLOCK_T: gl.constexpr, W: gl.constexpr,
-             STAGES: gl.constexpr, LATE: gl.constexpr, SOFT_CAP: gl.constexpr):  # fmt: skip
+             STAGES: gl.constexpr, SOFT_CAP: gl.constexpr):  # fmt: skip
     """A warpgroup that computes: 64 keys of the program's 128, those from 64 ME on."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1],
                                                      instr_shape=[16, BLOCK_T, 16])  # fmt: skip
@@ -262,7 +257,7 @@ def _consume(dq, dk, dv, rings, n, ME: gl.constexpr, MASK: gl.constexpr, BLOCK_T
     for done in range(0, (end - start) * n.group):  # one loop, one number of the head: fewer registers than b, h, two
         masked = (i < full) | (i >= full_end)
         dk_acc, dv_acc = _step(dq, rings, done, head, i * BLOCK_T, masked, low, high, dk_acc, dv_acc, n, ME, MASK,
-                               BLOCK_T, W, STAGES, SCORES, DQ, OPERAND, LATE, SOFT_CAP)  # fmt: skip
+                               BLOCK_T, W, STAGES, SCORES, DQ, OPERAND, SOFT_CAP)  # fmt: skip
         i += 1
         if i == end:
             i = start
@@ -278,10 +273,11 @@ def _consume(dq, dk, dv, rings, n, ME: gl.constexpr, MASK: gl.constexpr, BLOCK_T
 
 
 @gluon.jit
-def make_rings(q, k, v, do, start_s, start_dp, KEY_TILES: gl.constexpr, BLOCK_T: gl.constexpr, W: gl.constexpr,
+def make_rings(q, k, v, do, starts, KEY_TILES: gl.constexpr, BLOCK_T: gl.constexpr, W: gl.constexpr,
                STAGES: gl.constexpr, DO_STAGES: gl.constexpr):  # fmt: skip
     """Shared memory, and its barriers ready."""
     SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    SHARED_16: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2)
     SHARED_32: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     rings = Rings(
@@ -289,8 +285,7 @@ def make_rings(q, k, v, do, start_s, start_dp, KEY_TILES: gl.constexpr, BLOCK_T:
         gl.allocate_shared_memory(v.dtype, [KEY_TILES, 64, W], SHARED),
         gl.allocate_shared_memory(q.dtype, [STAGES, BLOCK_T, W], SHARED),
         gl.allocate_shared_memory(do.dtype, [DO_STAGES, BLOCK_T, W], SHARED),
-        gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_T], start_s.layout),
-        gl.allocate_shared_memory(gl.float32, [DO_STAGES, BLOCK_T], start_dp.layout),
+        gl.allocate_shared_memory(starts.dtype, [DO_STAGES, BLOCK_T, 16], SHARED_16),
         gl.allocate_shared_memory(k.dtype, [4, 64, BLOCK_T], SHARED),
         gl.allocate_shared_memory(gl.float32, [2, 64, 64], SHARED_32),
         gl.allocate_shared_memory(gl.int64, [1], BARRIER),
@@ -309,16 +304,16 @@ def make_rings(q, k, v, do, start_s, start_dp, KEY_TILES: gl.constexpr, BLOCK_T:
 
 
 @gluon.jit(do_not_specialize=["key_heads", "G", "group", "T", "S", "left", "right", "shift"])
-def hopper_backward_kernel(q, k, v, do, start_s, start_dp, dq, dk, dv, key_heads, G, group, T, S, left, right, shift,
+def hopper_backward_kernel(q, k, v, do, starts, dq, dk, dv, key_heads, G, group, T, S, left, right, shift,
                            log2_scale, scale, inner, MASK: gl.constexpr, BLOCK_T: gl.constexpr, W: gl.constexpr,
-                           STAGES: gl.constexpr, LATE: gl.constexpr, SOFT_CAP: gl.constexpr, REGISTERS: gl.constexpr,
+                           STAGES: gl.constexpr, SOFT_CAP: gl.constexpr, REGISTERS: gl.constexpr,
                            FEW_REGISTERS: gl.constexpr):  # fmt: skip
     """One program: 128 keys of one key head, against every query that sees them."""
-    rings = make_rings(q, k, v, do, start_s, start_dp, 2, BLOCK_T, W, STAGES, STAGES)
+    rings = make_rings(q, k, v, do, starts, 2, BLOCK_T, W, STAGES, STAGES)
     n = Numbers(key_heads, G, group, T, S, left, right, shift, log2_scale, scale, inner)
     # each list of arguments in its place: a name would turn the constants into tensors
     gl.warp_specialize([
-        (_consume, (dq, dk, dv, rings, n, gl.constexpr(0), MASK, BLOCK_T, W, STAGES, LATE, SOFT_CAP)),
-        (_consume, (dq, dk, dv, rings, n, gl.constexpr(1), MASK, BLOCK_T, W, STAGES, LATE, SOFT_CAP)),
-        (produce, (q, k, v, do, start_s, start_dp, rings, n, MASK, 128, BLOCK_T, W, STAGES, STAGES)),
+        (_consume, (dq, dk, dv, rings, n, gl.constexpr(0), MASK, BLOCK_T, W, STAGES, SOFT_CAP)),
+        (_consume, (dq, dk, dv, rings, n, gl.constexpr(1), MASK, BLOCK_T, W, STAGES, SOFT_CAP)),
+        (produce, (q, k, v, do, starts, rings, n, MASK, 128, BLOCK_T, W, STAGES, STAGES)),
     ], [4, 1], [REGISTERS, FEW_REGISTERS])  # fmt: skip

@@ -20,19 +20,18 @@ from flash_train.ops.kernels.hopper.backward import (
     FREE,
     NEVER,
     Numbers,
-    each_column,
     make_rings,
     probabilities,
     produce,
     spread,
 )
 from flash_train.ops.kernels.hopper.places import locate, query_tiles
-from flash_train.ops.kernels.hopper.shim import bar_arrive, bar_sync, own_registers, reduce_add, store, view
+from flash_train.ops.kernels.hopper.shim import bar_arrive, bar_sync, reduce_add, store, view
 
 
 @gluon.jit
 def _step(dq, rings, done, head, first_query, masked, low, high, dk, dv, n, ME: gl.constexpr, MASK: gl.constexpr,
-          W: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr, DQ: gl.constexpr, LATE: gl.constexpr,
+          W: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr, DQ: gl.constexpr,
           SOFT_CAP: gl.constexpr):  # fmt: skip
     """Query tile number `done` of the rings."""
     HALF: gl.constexpr = W // 2
@@ -41,19 +40,16 @@ def _step(dq, rings, done, head, first_query, masked, low, high, dk, dv, n, ME: 
     k_tile = rings.k.index(0)
     p_tile, ds_tile = rings.ds.index(done % 2 * 2), rings.ds.index(done % 2 * 2 + 1)  # queries by keys
     mbarrier.wait(rings.q_full.index(stage), (done // STAGES) & 1)
-    s = gl.zeros([64, 32], gl.float32, SCORES)
-    if not LATE:
-        s = own_registers(each_column(rings.start_s.index(stage), 2, ME, 32, SCORES))
+    start = rings.starts.index(0).slice(ME * 32, 32, 0).permute((1, 0))
+    s = warpgroup_mma(k_tile, q_tile.slice(ME * 32, 32, 0).permute((1, 0)), gl.zeros([64, 32], gl.float32, SCORES),
+                      use_acc=False, is_async=True)  # fmt: skip
     mbarrier.wait(rings.do_full.index(0), done & 1)
-    dp = own_registers(each_column(rings.start_dp.index(0), 2, ME, 32, SCORES))
-    s = warpgroup_mma(k_tile, q_tile.slice(ME * 32, 32, 0).permute((1, 0)), s, use_acc=not LATE,
-                      is_async=True)  # fmt: skip
-    dp = warpgroup_mma(rings.v.index(0), do_tile.slice(ME * 32, 32, 0).permute((1, 0)), dp, is_async=True)
-    s = warpgroup_mma_wait(1, deps=(s,))
-    p, factor = probabilities(s, rings.start_s.index(stage), masked, low, high, first_query + ME * 32, n, 2, ME, 32,
-                              MASK == "window", LATE, SOFT_CAP, SCORES)  # fmt: skip
+    p, factor, dp = probabilities(s, rings.v.index(0), do_tile.slice(ME * 32, 32, 0).permute((1, 0)), start, masked,
+                                  low, high, first_query + ME * 32, n, 32, MASK == "window", SOFT_CAP,
+                                  SCORES)  # fmt: skip
     p_tile.slice(ME * 32, 32, 0).permute((1, 0)).store(p.to(rings.k.dtype))
-    dp = warpgroup_mma_wait(0, deps=(dp,))
+    if not SOFT_CAP:
+        dp = warpgroup_mma_wait(0, deps=(dp,))
     ds_tile.slice(ME * 32, 32, 0).permute((1, 0)).store((factor * dp).to(rings.k.dtype))
     fence_async_shared()
     bar_sync(BOTH, 256)  # P and dS are there
@@ -85,7 +81,7 @@ def _add(dq, rings, part, head, first_query, column, ME: gl.constexpr):
 
 @gluon.jit
 def _consume(dq, dk, dv, rings, n, ME: gl.constexpr, MASK: gl.constexpr, W: gl.constexpr,
-             STAGES: gl.constexpr, LATE: gl.constexpr, SOFT_CAP: gl.constexpr):  # fmt: skip
+             STAGES: gl.constexpr, SOFT_CAP: gl.constexpr):  # fmt: skip
     """A warpgroup that computes."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 32, 16])
     ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, W // 2, 16])
@@ -106,7 +102,7 @@ def _consume(dq, dk, dv, rings, n, ME: gl.constexpr, MASK: gl.constexpr, W: gl.c
     for done in range(0, (end - start) * n.group):
         masked = (i < full) | (i >= full_end)
         dk_acc, dv_acc = _step(dq, rings, done, head, i * 64, masked, low, high, dk_acc, dv_acc, n, ME, MASK, W, STAGES,
-                               SCORES, DQ, LATE, SOFT_CAP)  # fmt: skip
+                               SCORES, DQ, SOFT_CAP)  # fmt: skip
         i += 1
         if i == end:
             i = start
@@ -125,16 +121,16 @@ def _consume(dq, dk, dv, rings, n, ME: gl.constexpr, MASK: gl.constexpr, W: gl.c
 
 
 @gluon.jit(do_not_specialize=["key_heads", "G", "group", "T", "S", "left", "right", "shift"])
-def hopper_wide_backward_kernel(q, k, v, do, start_s, start_dp, dq, dk, dv, key_heads, G, group, T, S, left, right,
+def hopper_wide_backward_kernel(q, k, v, do, starts, dq, dk, dv, key_heads, G, group, T, S, left, right,
                                 shift, log2_scale, scale, inner, MASK: gl.constexpr, BLOCK_T: gl.constexpr,
-                                W: gl.constexpr, STAGES: gl.constexpr, LATE: gl.constexpr, SOFT_CAP: gl.constexpr,
+                                W: gl.constexpr, STAGES: gl.constexpr, SOFT_CAP: gl.constexpr,
                                 REGISTERS: gl.constexpr,
                                 FEW_REGISTERS: gl.constexpr):  # fmt: skip
     """One program: 64 keys of one key head, against every query that sees them, BLOCK_T = 64 at a time."""
-    rings = make_rings(q, k, v, do, start_s, start_dp, 1, 64, W, STAGES, 1)
+    rings = make_rings(q, k, v, do, starts, 1, 64, W, STAGES, 1)
     n = Numbers(key_heads, G, group, T, S, left, right, shift, log2_scale, scale, inner)
     gl.warp_specialize([
-        (_consume, (dq, dk, dv, rings, n, gl.constexpr(0), MASK, W, STAGES, LATE, SOFT_CAP)),
-        (_consume, (dq, dk, dv, rings, n, gl.constexpr(1), MASK, W, STAGES, LATE, SOFT_CAP)),
-        (produce, (q, k, v, do, start_s, start_dp, rings, n, MASK, 64, 64, W, STAGES, 1)),
+        (_consume, (dq, dk, dv, rings, n, gl.constexpr(0), MASK, W, STAGES, SOFT_CAP)),
+        (_consume, (dq, dk, dv, rings, n, gl.constexpr(1), MASK, W, STAGES, SOFT_CAP)),
+        (produce, (q, k, v, do, starts, rings, n, MASK, 64, 64, W, STAGES, 1)),
     ], [4, 1], [REGISTERS, FEW_REGISTERS])  # fmt: skip

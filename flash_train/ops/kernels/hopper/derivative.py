@@ -6,7 +6,7 @@ from flash_train.ops.features import Terms
 from flash_train.ops.kernels.hopper.backward import hopper_backward_kernel
 from flash_train.ops.kernels.hopper.backward_wide import hopper_wide_backward_kernel
 from flash_train.ops.kernels.hopper.rows import begin, finish
-from flash_train.ops.kernels.hopper.shim import describe, describe_numbers
+from flash_train.ops.kernels.hopper.shim import describe
 from flash_train.ops.kernels.hopper.tables import BACKWARD, tile_width
 from flash_train.ops.kernels.launch import blocks, empty, kind_of_mask, run
 from flash_train.ops.kernels.operands import readable
@@ -36,18 +36,17 @@ def hopper_backward(
     kernel = hopper_backward_kernel if row.block_s == 128 else hopper_wide_backward_kernel
     padded = blocks(T, row.block_t) * row.block_t  # the copy engine reads whole blocks
     mask, cap = kind_of_mask(terms), terms.soft_cap
-    late = row.late or cap > 0
-    unit = LOG2_E.value if late else 1 / terms.scale
-    start_s, start_dp, dq_sum = begin(do, output, lse, grad_lse, D, padded, unit)
+    unit = LOG2_E.value if cap else 1 / terms.scale  # a soft cap's scores are multiplied before
+    starts, dq_sum = begin(do, output, lse, grad_lse, D, padded, unit)
     dq, dk, dv = empty(q, B, H, T, D), empty(k, B, G, S, D), empty(v, B, G, S, E)
     run(
         kernel, q.device, blocks(S, row.block_s) * B * G, Launch(row.block_t, row.block_s, 4, row.stages),
         ("hopper backward", q.device, q.dtype, width, mask, cap > 0),
         describe(q, row.block_t, width), describe(k, 64, width), describe(v, 64, width),
-        describe(do, row.block_t, width), *(describe_numbers(x, row.block_t) for x in (start_s, start_dp)),
+        describe(do, row.block_t, width), describe(starts, row.block_t, 16),
         describe(dq_sum, 64, 64), describe(dk, 64, width), describe(dv, 64, width), B * G, G, H // G, T, S, terms.left,
         terms.right, 0 if terms.top_left else S - T, (cap or terms.scale) * LOG2_E.value, terms.scale,
-        terms.scale / (cap or 1.0), mask, row.block_t, width, row.stages, late, cap > 0, row.registers,
+        terms.scale / (cap or 1.0), mask, row.block_t, width, row.stages, cap > 0, row.registers,
         row.few_registers,
     )  # fmt: skip
     finish(dq_sum, dq, terms.scale)

@@ -1,5 +1,6 @@
 """The two small kernels around the Hopper backward: one number or two for each row of scores before it, dQ after it."""
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -19,10 +20,15 @@ OCTET = 8
 
 
 @triton.jit
-def place(row):
-    """Where a row's number stands among its tile's: a thread of the backward has two of every eight, and those of 16
-    stand together."""
-    return row // 16 * 16 + row % 8 // 2 * 4 + row % 16 // 8 * 2 + row % 2
+def in_three(x, columns, first):
+    """[rows, 16]: three bf16 numbers that add up to x, fp32 [rows], in columns from `first` on."""
+    high = x.to(tl.bfloat16)
+    rest = x - high.to(tl.float32)
+    middle = rest.to(tl.bfloat16)
+    low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+    place = columns - first
+    return tl.where(place == 0, high[:, None], tl.where(place == 1, middle[:, None],
+                    tl.where(place == 2, low[:, None], 0.0)))  # fmt: skip
 
 
 @triton.jit
@@ -35,11 +41,11 @@ def sum_place(row):
 
 @triton.jit(do_not_specialize=["H", "T", "t_sums", "padded", "dl_b", "dl_h", "dl_t"],
             do_not_specialize_on_alignment=["do", "output", "lse", "grad_lse"])  # fmt: skip
-def rows_kernel(do, output, lse, grad_lse, start_s, start_dp, dq_sum, do_strides, o_strides, dl_b, dl_h, dl_t, H, T,
+def rows_kernel(do, output, lse, grad_lse, starts, dq_sum, do_strides, o_strides, dl_b, dl_h, dl_t, H, T,
                 t_sums, padded, unit, D: tl.constexpr, E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
                 BLOCK_E: tl.constexpr, WIDTH: tl.constexpr, HAS_GRAD_LSE: tl.constexpr):  # fmt: skip
-    """-L unit and -delta = dL - rowsum(dO * O), each [B H, padded] fp32 by `place`, and zeros [B H, T_SUMS, D] for
-    dQ's sums: one program, BLOCK_T rows of one head.
+    """-L unit and -delta = dL - rowsum(dO * O), three bf16 numbers each that begin rows of [B H, padded, 16], and zeros
+    [B H, T_SUMS, D] for dQ's sums: one program, BLOCK_T rows of one head.
 
     Rows that saw nothing or are none get L = HIGHEST and delta = 0, and so P = dS = 0.
     """
@@ -53,9 +59,10 @@ def rows_kernel(do, output, lse, grad_lse, start_s, start_dp, dq_sum, do_strides
                        BLOCK_E, WIDTH, HAS_GRAD_LSE)  # fmt: skip
     L = tl.load(lse + head.to(tl.int64) * T + rows, mask=rows < T, other=float("-inf"))
     nothing = L == float("-inf")
-    to = head.to(tl.int64) * padded + place(rows)
-    tl.store(start_s + to, -tl.where(nothing, HIGHEST, L) * unit)
-    tl.store(start_dp + to, tl.where(nothing, 0.0, -delta))
+    columns = tl.arange(0, 16)[None, :]
+    start = in_three(tl.maximum(-tl.where(nothing, HIGHEST, L) * unit, -3.0e38), columns, 0)
+    start += in_three(tl.where(nothing, 0.0, -delta), columns, 3)
+    tl.store(starts + (head.to(tl.int64) * padded + rows)[:, None] * 16 + columns, start)
     sums = dq_sum + (head.to(tl.int64) * t_sums + first) * D
     zeros = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
     store_tile(sums, 0, D, 0, 0, t_sums - first, zeros, D, BLOCK_T, BLOCK_D)
@@ -75,11 +82,11 @@ def finish_kernel(dq_sum, dq, T, t_sums, scale, D: tl.constexpr, BLOCK_T: tl.con
 
 def begin(
     do: Tensor, output: Tensor, lse: Tensor, grad_lse: Tensor | None, D: int, padded: int, unit: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Where the sums of S^T, dP^T and dQ begin, fp32: -L unit and -delta [B H, padded] by `place`, and zeros
-    [1, B H, T in whole octets, D] by `sum_place`."""
+) -> tuple[Tensor, Tensor]:
+    """Where the sums of S^T and dP^T begin, `rows_kernel`'s [1, B H, padded, 16] bf16; and where those of dQ do, zeros
+    [1, B H, T in whole octets, D] fp32 by `sum_place`."""
     B, H, T, E = output.shape
-    start_s, start_dp = (empty(lse, B * H, padded) for _ in range(2))
+    starts = empty(lse, 1, B * H, padded, 16, dtype=torch.bfloat16)
     t_sums = blocks(T, OCTET) * OCTET
     dq_sum = empty(lse, 1, B * H, t_sums, D)
     o, lse = readable(output), lse.contiguous()  # under vmap it may be one that was expanded
@@ -92,10 +99,10 @@ def begin(
     )  # fmt: skip
     run(
         rows_kernel, o.device, padded // ROWS.block_t * B * H, ROWS, key,
-        do, o, lse, dl, start_s, start_dp, dq_sum, *strides, *dl.stride(), H, T, t_sums, padded, unit, D, E,
+        do, o, lse, dl, starts, dq_sum, *strides, *dl.stride(), H, T, t_sums, padded, unit, D, E,
         ROWS.block_t, block_size(D), block_size(E), width, grad_lse is not None,
     )  # fmt: skip
-    return start_s, start_dp, dq_sum
+    return starts, dq_sum
 
 
 def finish(dq_sum: Tensor, dq: Tensor, scale: float) -> None:

@@ -18,12 +18,10 @@ __all__ = [
     "bar_arrive",
     "bar_sync",
     "describe",
-    "describe_numbers",
     "exp2",
     "fetch_add",
     "in_pairs",
     "load",
-    "own_registers",
     "reduce_add",
     "rescale",
     "seam",
@@ -50,7 +48,7 @@ else:
         _semantic.builder.create_async_tma_reduce(kind, tensor_desc.handle, coord, src.handle)
 
 
-_TILE = {size: gl.NVMMASharedLayout(128, 8 * size, 4) for size in (2, 4)}
+_TILE = {(size, swizzle): gl.NVMMASharedLayout(swizzle, 8 * size, 4) for size, swizzle in ((2, 128), (2, 32), (4, 128))}
 
 
 def describe(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
@@ -58,17 +56,7 @@ def describe(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     # without its constructor's checks, as in `operands.descriptors`
     y = TensorDescriptor.__new__(TensorDescriptor)
     y.base, y.shape, y.strides, y.block_shape = x, list(x.shape), list(x.stride()), [1, 1, rows, columns]
-    y.layout = _TILE[x.element_size()]
-    return y
-
-
-_ROW = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
-
-
-def describe_numbers(x: Tensor, block: int) -> TensorDescriptor:
-    """A contiguous fp32 tensor for the copy engine, flat, in blocks of this many elements."""
-    y = TensorDescriptor.__new__(TensorDescriptor)
-    y.base, y.shape, y.strides, y.block_shape, y.layout = x, [x.numel()], [1], [block], _ROW
+    y.layout = _TILE[x.element_size(), min(columns * x.element_size(), 128)]
     return y
 
 
@@ -180,10 +168,3 @@ def stored():
 def in_pairs(x):
     """`x` of 16-bit numbers, two to a register: a loop that carries it would otherwise take it apart."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=True, pack=2)
-
-
-@gluon.jit
-def own_registers(x):
-    """`x` with a register for every element: an accumulator whose registers are copies of one another is copied inside
-    the sequence of wgmma instructions, which ptxas then interrupts (its note C7517)."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)

@@ -45,13 +45,10 @@ class Backward(NamedTuple):
     """Of a thread of a consumer."""
     few_registers: int
     """Of a thread of the producer."""
-    late: bool = False
-    """Whether the log-sum-exp is taken off behind the product, and not in its accumulators: 464 and 456 TFLOP/s at D 64
-    (B2 H32 T8192, causal, bf16), but 509 and 549 at D 128."""
 
 
 BACKWARD = {
-    64: Backward(block_t=128, block_s=128, stages=2, registers=240, few_registers=24, late=True),
+    64: Backward(block_t=128, block_s=128, stages=2, registers=240, few_registers=24),
     128: Backward(block_t=64, block_s=128, stages=2, registers=240, few_registers=24),
     256: Backward(block_t=64, block_s=64, stages=2, registers=240, few_registers=24),
 }
