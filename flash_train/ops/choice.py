@@ -71,7 +71,7 @@ def choose_implementation(
         obstacle = _hopper_obstacle(q, v, terms) or _not_run_yet()
         if obstacle is not None:
             return Choice("triton", obstacle)
-        if not backward and not _hopper_forward_pays(q, v):
+        if not backward and not _hopper_forward_pays(q, v, terms):
             return Choice("triton", None)  # which is no step down
         return _hopper_or_not(q, terms, backward=backward)
     if implementation == "triton":
@@ -126,13 +126,14 @@ def _hopper_obstacle(q: Tensor, v: Tensor, terms: "Terms | None") -> str | None:
     return None
 
 
-def _hopper_forward_pays(q: Tensor, v: Tensor) -> bool:
-    """Whether the Hopper forward is the faster one; with small heads and few queries it is not.
+def _hopper_forward_pays(q: Tensor, v: Tensor, terms: "Terms | None") -> bool:
+    """Whether the Hopper forward is the faster one; with small heads and few keys a query it is not.
 
-    On an NVIDIA H200 (torch 2.11.0+cu130, triton 3.6.0, 2026-11-30), causal, bf16, it takes 0.84 times as long as the
-    Triton kernel at B32 H16 T512 D128 and 0.95 at B8 H32 T2048 D64, but 1.24 at B32 H12 T1024 D64.
+    On an NVIDIA H200 (torch 2.11.0+cu130, triton 3.6.0, 2026-11-30), bf16, it takes 0.79 times as long as the Triton
+    kernel at B32 H16 T512 D128 and 0.95 at B8 H32 T2048 D64, both causal, and 0.88 at B64 H12 T512 D64 without a mask,
+    but 1.13 at B32 H12 T1024 D64 and 1.23 at B32 H32 T512 D64, causal.
     """
-    return max(q.shape[3], v.shape[3]) > 64 or q.shape[2] >= 2048
+    return max(q.shape[3], v.shape[3]) > 64 or q.shape[2] >= (2048 if terms is None or terms.is_bounded else 512)
 
 
 def _hopper_or_not(q: Tensor, terms: "Terms | None", *, backward: bool) -> Choice:

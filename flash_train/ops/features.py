@@ -144,6 +144,11 @@ class Terms(NamedTuple):
     deterministic: bool = False
     implementation: str = "flash"
 
+    @property
+    def is_bounded(self) -> bool:
+        """Whether windows or a causal mask hide a key."""
+        return self.left < UNBOUNDED or self.right < UNBOUNDED
+
 
 TENSORS = slice(Terms._fields.index("bias"), Terms._fields.index("left"))
 """Where `Terms` has its tensors."""

@@ -153,16 +153,16 @@ def test_the_hopper_kernels_say_which_gpu_dtype_head_size_and_version_they_want(
     )
 
 
-@pytest.mark.parametrize(("T", "D", "asked", "runs"), [
-    (512, 128, "flash", "hopper"), (2048, 64, "flash", "hopper"), (1024, 64, "flash", "triton"),
-    (1024, 64, "hopper", "hopper"),
+@pytest.mark.parametrize(("T", "D", "right", "asked", "runs"), [
+    (512, 128, 0, "flash", "hopper"), (2048, 64, 0, "flash", "hopper"), (1024, 64, 0, "flash", "triton"),
+    (1024, 64, 0, "hopper", "hopper"), (512, 64, UNBOUNDED, "flash", "hopper"), (511, 64, UNBOUNDED, "flash", "triton"),
 ])  # fmt: skip
-def test_flash_takes_the_faster_of_the_two_forwards(T, D, asked, runs, monkeypatch):
+def test_flash_takes_the_faster_of_the_two_forwards(T, D, right, asked, runs, monkeypatch):
     monkeypatch.setattr(choice, "_triton_obstacle", lambda q, v, asked_by_name: None)
     monkeypatch.setattr(choice, "_nvidia_capability", lambda device: choice.HOPPER)
     monkeypatch.setattr(choice, "_not_run_yet", lambda: None)
     q = torch.empty(1, 1, T, D, dtype=torch.bfloat16)
-    assert choose_implementation(asked, q, q, q, Terms(1.0)) == (runs, None)
+    assert choose_implementation(asked, q, q, q, Terms(1.0, right=right)) == (runs, None)
 
 
 @pytest.mark.gpu

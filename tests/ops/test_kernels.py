@@ -48,6 +48,17 @@ def test_kernels_lose_no_more_than_plain_pytorch(dtype, case, causal):
     check(x, implementation="triton", budget=BUDGET.get(dtype, 2.0))
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp2")  # NumPy's, in the interpreter
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_score_far_above_its_rows_first_ones_is_not_lost(causal):
+    """Rows' maxima are looked for in their last keys alone; this one, an early key, is more than 2^128 times their sum."""
+    x = inputs(Case(1, 2, 1, 200, 200, 16, 16, causal=causal), torch.float32, DEVICE)
+    with torch.no_grad():
+        x.k[:, :, 3] *= 200.0
+    assert (x.q @ x.k[:, :, 3, :, None]).max() / 4 > 128 * math.log(2)
+    check(x, implementation="triton")
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_one_key_is_passed_on(dtype):
     """P is 1: the output is v itself, and dS = dO v - delta cancels down to -dL, but for the products' rounding."""
