@@ -51,7 +51,7 @@ def test_kernels_lose_no_more_than_plain_pytorch(dtype, case, causal):
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp2")  # NumPy's, in the interpreter
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_score_far_above_its_rows_first_ones_is_not_lost(causal):
-    """Rows' maxima are looked for in their last keys alone; this one, an early key, is more than 2^128 times their sum."""
+    """Rows' maxima are looked for in their last keys alone. This is an early one, e^S more than 2^128 times theirs."""
     x = inputs(Case(1, 2, 1, 200, 200, 16, 16, causal=causal), torch.float32, DEVICE)
     with torch.no_grad():
         x.k[:, :, 3] *= 200.0
