@@ -63,7 +63,7 @@ def choose_implementation(
         obstacle = _triton_obstacle(q, v, asked_by_name=False) or _hopper_obstacle(q, v, terms)
         if obstacle is not None:
             raise ValueError(f"implementation='hopper': {obstacle}; implementation='flash' takes other kernels there")
-        return _hopper_or_not(q, terms, backward=backward)
+        return _hopper_or_not(q, backward=backward)
     obstacle = _triton_obstacle(q, v, asked_by_name=implementation == "triton")
     if obstacle is None:
         if implementation == "triton" or not HOPPER_RAN_ON or _nvidia_capability(q.device) != HOPPER:
@@ -73,7 +73,7 @@ def choose_implementation(
             return Choice("triton", obstacle)
         if not backward and not _hopper_forward_pays(q, v, terms):
             return Choice("triton", None)  # which is no step down
-        return _hopper_or_not(q, terms, backward=backward)
+        return _hopper_or_not(q, backward=backward)
     if implementation == "triton":
         interpreter = (
             " (TRITON_INTERPRET=1 interprets them on a CPU)" if q.device.type == "cpu" and not interpreting() else ""
@@ -136,12 +136,10 @@ def _hopper_forward_pays(q: Tensor, v: Tensor, terms: "Terms | None") -> bool:
     return max(q.shape[3], v.shape[3]) > 64 or q.shape[2] >= (2048 if terms is None or terms.is_bounded else 512)
 
 
-def _hopper_or_not(q: Tensor, terms: "Terms | None", *, backward: bool) -> Choice:
+def _hopper_or_not(q: Tensor, *, backward: bool) -> Choice:
     """Of a call whose forward the Hopper kernels take."""
     if backward and q.shape[3] % 8 != 0:
         return Choice("triton", f"the Hopper backward takes head sizes that are multiples of 8, not {q.shape[3]}")
-    if backward and terms is not None and terms.deterministic:
-        return Choice("triton", "the Hopper backward is not deterministic")
     return Choice("hopper", None)
 
 

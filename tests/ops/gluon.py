@@ -122,6 +122,13 @@ def run_on_cpu(
             pointer.x[0] += 1
         return found
 
+    def await_count(pointer: Pointer, count: int) -> None:  # programs run one after the other
+        assert int(pointer.x[pointer.offset]) == count, "a program would wait for a later one"
+
+    def add_one(pointer: Pointer) -> None:
+        with lock:
+            pointer.x[pointer.offset] += 1
+
     def allocate(dtype: Any, shape: list[int], layout: Any) -> Any:
         if dtype is torch.int64:  # barriers alone have it
             return Barrier() if len(shape) == 1 else Barriers(shape[0])
@@ -195,7 +202,8 @@ def run_on_cpu(
         tma=types.SimpleNamespace(store_wait=nothing), fence_async_shared=nothing, load=_load, store=_store,
         reduce_add=reduce_add, view=lambda x, dtype, shape, layout: Shared(x.data.view(shape)),
         bar_sync=meet, bar_arrive=lambda number, threads: meet(number, threads, stay=False),
-        seam=nothing, stored=nothing, exp2=torch.exp2, tanh=torch.tanh, in_pairs=lambda x: x,
+        await_count=await_count, add_one=add_one, seam=nothing, stored=nothing, exp2=torch.exp2, tanh=torch.tanh,
+        in_pairs=lambda x: x,
         rescale=lambda acc, factor: acc * factor, fetch_add=fetch_add, layout_of=nothing,
         warpgroup_mma=multiply, warpgroup_mma_wait=lambda left, deps: deps[0] if len(deps) == 1 else deps,
     )  # fmt: skip

@@ -213,6 +213,31 @@ def test_a_hundred_runs_of_the_forward_give_the_same_bits(D):
 
 @pytest.mark.gpu
 @on_hopper
+@pytest.mark.parametrize("mask", [Mask(), Mask(causal=True), Mask(window=(300, 40))], ids=str)
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_thirty_deterministic_backwards_give_the_same_bits_and_no_program_waits_for_ever(D, mask):
+    """With more programs than the GPU holds at once."""
+    q, k, v, do, *_ = inputs(Case(2, 16, 8, 2100, 2077, D, D), torch.bfloat16, "cuda")
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    output = flash_attention(*leaves, mask=mask, deterministic=True, implementation="hopper")
+    first = torch.autograd.grad(output, leaves, do, retain_graph=True)
+    for _ in range(30):
+        again = torch.autograd.grad(output, leaves, do, retain_graph=True)
+        assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("window", [None, (100, 3)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_deterministic_backward_is_as_exact(D, causal, window):
+    case = Case(2, 4, 2, 651, 600, D, D, causal=causal, window=window, deterministic=True)
+    check(inputs(case, torch.bfloat16, "cuda"), implementation="hopper")
+
+
+@pytest.mark.gpu
+@on_hopper
 def test_what_they_do_not_take_is_refused_by_name():
     q = torch.randn(1, 2, 8, 64, device="cuda", dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="do not take ALiBi"):

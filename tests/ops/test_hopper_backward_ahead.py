@@ -38,18 +38,18 @@ def tile(dtype: str, rows: int, columns: int) -> str:
     return f"tensordesc<{dtype}[1, 1, {rows}, {columns}],{layout}>"
 
 
-def backward(mask: str, W: int, dtype: str = "bf16", soft_cap: bool = False):
+def backward(mask: str, W: int, dtype: str = "bf16", soft_cap: bool = False, ordered: bool = False):
     """The kernel as `hopper_backward` launches it."""
     kernel = hopper_backward_kernel if W < 256 else hopper_wide_backward_kernel
     row, names = BACKWARD[W], kernel.arg_names
     constants = dict(
-        MASK=mask, BLOCK_T=row.block_t, W=W, STAGES=row.stages, SOFT_CAP=soft_cap, REGISTERS=row.registers,
-        FEW_REGISTERS=row.few_registers,
+        MASK=mask, ORDERED=ordered, BLOCK_T=row.block_t, W=W, STAGES=row.stages, SOFT_CAP=soft_cap,
+        REGISTERS=row.registers, FEW_REGISTERS=row.few_registers,
     )  # fmt: skip
     queries, keys, starts = tile(dtype, row.block_t, W), tile(dtype, 64, W), tile("bf16", row.block_t, 16)
     types = dict.fromkeys(names, "i32") | dict.fromkeys(constants, "constexpr") | dict(
         q=queries, k=keys, v=keys, do=queries, starts=starts, dq=tile("fp32", 64, 64), dk=keys, dv=keys,
-        log2_scale="fp32", scale="fp32", inner="fp32",
+        counts="*i32" if ordered else "*fp32", log2_scale="fp32", scale="fp32", inner="fp32",
     )  # fmt: skip
     source = GluonASTSource(kernel, types, {(names.index(n),): x for n, x in constants.items()})
     return triton.compile(source, target=TARGET, options=dict(num_warps=4, enable_fp_fusion=True))
@@ -64,6 +64,12 @@ def test_the_backward_compiles_with_few_spills_and_no_product_that_waits(mask, s
     assert kernel.metadata.shared <= SHARED_BYTES
     assert said.spilled <= SPILLED[W][soft_cap][MASKS.index(mask)] and said.warnings == []
     assert "setmaxnreg" in kernel.asm["ptx"], "no registers move from the producer to the consumers"
+
+
+@pytest.mark.parametrize(("W", "spilled"), [(64, 376), (128, 508), (256, 796)])
+def test_so_does_the_deterministic_one(W, spilled):
+    said = verdict(backward("causal", W, ordered=True))
+    assert said.spilled <= spilled and said.warnings == []
 
 
 @pytest.mark.parametrize(("W", "a_step"), [(64, 64), (128, 32)])

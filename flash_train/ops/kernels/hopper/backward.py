@@ -5,7 +5,9 @@ program holds 128 keys of one key head, 64 a warpgroup, while the queries that s
 the group: dK and dV are sums in registers. All five products are made once. S^T = K Q^T and dP^T = V dO^T have keys as
 rows, so that P^T and dS^T are operands of dV += P^T dO and dK += dS^T Q where they stand, in registers; dS^T goes
 through shared memory for dQ = dS K alone, which the copy engine adds to an fp32 tensor in global memory. In what order
-programs add there differs from run to run, and so does dQ's rounding; dK and dV do not.
+programs add there differs from run to run, and so does dQ's rounding; dK and dV do not. ORDERED, they add one after the
+other, from the last keys to the first: a tile of dQ has a count of those that did, and programs are numbered in this
+order, so that none waits for one that is not there yet. With a causal mask it is the order in which they would come.
 
 The sums of S^T and dP^T have -L / scale and -delta in them. Both differ from column to column, and were a tenth of what
 shared memory, whose throughput bounds this kernel, has to do when each thread read those of its columns. So they come
@@ -25,8 +27,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flash_train.ops.kernels.hopper.masks import hide
-from flash_train.ops.kernels.hopper.places import locate, query_tiles
+from flash_train.ops.kernels.hopper.places import later_keys, locate, query_tiles
 from flash_train.ops.kernels.hopper.shim import (
+    add_one,
+    await_count,
     bar_arrive,
     bar_sync,
     exp2,
@@ -34,6 +38,7 @@ from flash_train.ops.kernels.hopper.shim import (
     reduce_add,
     seam,
     store,
+    stored,
     tanh,
     view,
 )
@@ -43,6 +48,8 @@ BOTH = gl.constexpr(8)
 FREE = gl.constexpr(9)
 """The first of those at which the warp that fetches waits until both have read a tile, of q by stages, then of dO. A
 warp that has read is counted and goes on; to arrive at a barrier in shared memory a warpgroup would first meet."""
+OWN = gl.constexpr(14)
+"""The first of those at which each warpgroup meets by itself."""
 NEVER = gl.constexpr(2**31 - 1)
 """The first query that sees a key behind the last one."""
 
@@ -91,9 +98,9 @@ class Numbers(NamedTuple):
 
 @gluon.jit
 def produce(q, k, v, do, starts, rings, n, MASK: gl.constexpr, KEYS: gl.constexpr, BLOCK_T: gl.constexpr,
-            W: gl.constexpr, STAGES: gl.constexpr, DO_STAGES: gl.constexpr):  # fmt: skip
+            W: gl.constexpr, STAGES: gl.constexpr, DO_STAGES: gl.constexpr, ORDERED: gl.constexpr):  # fmt: skip
     """The warp that fetches: keys and values of a program, then the queries that see them and their dO, by heads."""
-    block, key_head = locate(gl.program_id(0), gl.cdiv(n.S, KEYS), n.key_heads, False)  # the first have the most rows
+    block, key_head = locate(gl.program_id(0), gl.cdiv(n.S, KEYS), n.key_heads, ORDERED)
     b = key_head // n.G
     g = key_head - b * n.G
     start, _, _, end = query_tiles(block, n, BLOCK_T, KEYS, MASK)
@@ -149,6 +156,24 @@ def spread(x):
 
 
 @gluon.jit
+def await_turn(counts, head, block, tile, n, ME: gl.constexpr, BLOCK_T: gl.constexpr, KEYS: gl.constexpr,
+               MASK: gl.constexpr):  # fmt: skip
+    """Wait until all before this program have added to the warpgroup's part of a tile of dQ, whose count it returns."""
+    tiles = gl.cdiv(n.T, BLOCK_T)
+    count = counts + ((head * tiles + tile) * 2 + ME)
+    await_count(count, later_keys(block, tile, n, BLOCK_T, KEYS, MASK))
+    return count
+
+
+@gluon.jit
+def pass_turn(count, ME: gl.constexpr):
+    """Let the next program add where this one did."""
+    stored()
+    bar_sync(OWN + ME, 128)  # the thread that stored is one of these
+    add_one(count)
+
+
+@gluon.jit
 def probabilities(s, v_tile, do_tile, start, masked, low, high, first_query, n, N: gl.constexpr, WINDOW: gl.constexpr,
                   SOFT_CAP: gl.constexpr, SCORES: gl.constexpr):  # fmt: skip
     """(P^T, by what dP^T - delta is multiplied to dS^T, dP^T - delta under way), of S^T [64, N] under way."""
@@ -176,13 +201,14 @@ def probabilities(s, v_tile, do_tile, start, masked, low, high, first_query, n, 
 
 
 @gluon.jit
-def _step(dq, rings, done, head, first_query, masked, low, high, dk, dv, n, ME: gl.constexpr, MASK: gl.constexpr,
-          BLOCK_T: gl.constexpr, W: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr, DQ: gl.constexpr,
-          OPERAND: gl.constexpr, SOFT_CAP: gl.constexpr):  # fmt: skip
+def _step(dq, counts, count, rings, done, block, head, i, masked, low, high, dk, dv, n, ME: gl.constexpr,
+          MASK: gl.constexpr, ORDERED: gl.constexpr, BLOCK_T: gl.constexpr, W: gl.constexpr, STAGES: gl.constexpr,
+          SCORES: gl.constexpr, DQ: gl.constexpr, OPERAND: gl.constexpr, SOFT_CAP: gl.constexpr):  # fmt: skip
     """Query tile number `done` of the rings against this warpgroup's 64 keys.
 
     The comments count the products in flight: a wait for the others than the last n.
     """
+    first_query = i * BLOCK_T
     stage = done % STAGES
     phase = (done // STAGES) & 1
     pair = done % 2 * 2
@@ -191,6 +217,9 @@ def _step(dq, rings, done, head, first_query, masked, low, high, dk, dv, n, ME: 
     mbarrier.wait(rings.q_full.index(stage), phase)
     s = warpgroup_mma(rings.k.index(ME), q_tile.permute((1, 0)), gl.zeros([64, BLOCK_T], gl.float32, SCORES),
                       use_acc=False, is_async=True)  # fmt: skip
+    if ORDERED:
+        if done > 0:
+            pass_turn(count, ME)
     mbarrier.wait(rings.do_full.index(stage), phase)
     p, factor, dp = probabilities(s, rings.v.index(ME), do_tile.permute((1, 0)), start, masked, low, high, first_query,
                                   n, BLOCK_T, MASK == "window", SOFT_CAP, SCORES)  # fmt: skip
@@ -221,6 +250,8 @@ def _step(dq, rings, done, head, first_query, masked, low, high, dk, dv, n, ME: 
     tma.store_wait(0)  # the tile before has left
     rings.dq.index(ME).store(spread(dq_tile))
     fence_async_shared()
+    if ORDERED:
+        count = await_turn(counts, head, block, i, n, ME, BLOCK_T, 128, MASK)
     if W == 128:
         reduce_add(dq, [0, head, first_query, ME * 64], view(rings.dq.index(ME), gl.float32, [1, 1, 64, 64], dq.layout))
     else:
@@ -228,19 +259,20 @@ def _step(dq, rings, done, head, first_query, masked, low, high, dk, dv, n, ME: 
                    view(rings.dq.index(ME), gl.float32, [1, 1, 64, 64], dq.layout))  # fmt: skip
     dk, ds_operand = warpgroup_mma_wait(0, deps=(dk, ds_operand))
     bar_arrive(FREE + stage, 288)
-    return dk, dv
+    return count, dk, dv
 
 
 @gluon.jit
-def _consume(dq, dk, dv, rings, n, ME: gl.constexpr, MASK: gl.constexpr, BLOCK_T: gl.constexpr, W: gl.constexpr,
-             STAGES: gl.constexpr, SOFT_CAP: gl.constexpr):  # fmt: skip
+def _consume(dq, dk, dv, counts, rings, n, ME: gl.constexpr, MASK: gl.constexpr, ORDERED: gl.constexpr,
+             BLOCK_T: gl.constexpr, W: gl.constexpr, STAGES: gl.constexpr, SOFT_CAP: gl.constexpr):  # fmt: skip
     """A warpgroup that computes: 64 keys of the program's 128, those from 64 ME on."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1],
                                                      instr_shape=[16, BLOCK_T, 16])  # fmt: skip
     ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, W, 16])
     DQ: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=2)
-    block, key_head = locate(gl.program_id(0), gl.cdiv(n.S, 128), n.key_heads, False)  # the first have the most rows
+    # the first have the most rows, if that may be
+    block, key_head = locate(gl.program_id(0), gl.cdiv(n.S, 128), n.key_heads, ORDERED)
     b = key_head // n.G
     g = key_head - b * n.G
     start, full, full_end, end = query_tiles(block, n, BLOCK_T, 128, MASK)
@@ -254,14 +286,19 @@ def _consume(dq, dk, dv, rings, n, ME: gl.constexpr, MASK: gl.constexpr, BLOCK_T
     mbarrier.wait(rings.v_full, 0)
     head = (b * n.G + g) * n.group
     i = start
+    count = counts
     for done in range(0, (end - start) * n.group):  # one loop, one number of the head: fewer registers than b, h, two
         masked = (i < full) | (i >= full_end)
-        dk_acc, dv_acc = _step(dq, rings, done, head, i * BLOCK_T, masked, low, high, dk_acc, dv_acc, n, ME, MASK,
-                               BLOCK_T, W, STAGES, SCORES, DQ, OPERAND, SOFT_CAP)  # fmt: skip
+        count, dk_acc, dv_acc = _step(dq, counts, count, rings, done, block, head, i, masked, low, high, dk_acc,
+                                      dv_acc, n, ME, MASK, ORDERED, BLOCK_T, W, STAGES, SCORES, DQ, OPERAND,
+                                      SOFT_CAP)  # fmt: skip
         i += 1
         if i == end:
             i = start
             head += 1
+    if ORDERED:
+        if end > start:
+            pass_turn(count, ME)
     bar_sync(BOTH, 256)  # nobody reads the keys any more
     k_tile, v_tile = rings.k.index(ME), rings.v.index(ME)
     v_tile.store(dv_acc.to(dv.dtype))
@@ -304,16 +341,16 @@ def make_rings(q, k, v, do, starts, KEY_TILES: gl.constexpr, BLOCK_T: gl.constex
 
 
 @gluon.jit(do_not_specialize=["key_heads", "G", "group", "T", "S", "left", "right", "shift"])
-def hopper_backward_kernel(q, k, v, do, starts, dq, dk, dv, key_heads, G, group, T, S, left, right, shift,
-                           log2_scale, scale, inner, MASK: gl.constexpr, BLOCK_T: gl.constexpr, W: gl.constexpr,
-                           STAGES: gl.constexpr, SOFT_CAP: gl.constexpr, REGISTERS: gl.constexpr,
-                           FEW_REGISTERS: gl.constexpr):  # fmt: skip
+def hopper_backward_kernel(q, k, v, do, starts, dq, dk, dv, counts, key_heads, G, group, T, S, left, right, shift,
+                           log2_scale, scale, inner, MASK: gl.constexpr, ORDERED: gl.constexpr,
+                           BLOCK_T: gl.constexpr, W: gl.constexpr, STAGES: gl.constexpr, SOFT_CAP: gl.constexpr,
+                           REGISTERS: gl.constexpr, FEW_REGISTERS: gl.constexpr):  # fmt: skip
     """One program: 128 keys of one key head, against every query that sees them."""
     rings = make_rings(q, k, v, do, starts, 2, BLOCK_T, W, STAGES, STAGES)
     n = Numbers(key_heads, G, group, T, S, left, right, shift, log2_scale, scale, inner)
     # each list of arguments in its place: a name would turn the constants into tensors
     gl.warp_specialize([
-        (_consume, (dq, dk, dv, rings, n, gl.constexpr(0), MASK, BLOCK_T, W, STAGES, SOFT_CAP)),
-        (_consume, (dq, dk, dv, rings, n, gl.constexpr(1), MASK, BLOCK_T, W, STAGES, SOFT_CAP)),
-        (produce, (q, k, v, do, starts, rings, n, MASK, 128, BLOCK_T, W, STAGES, STAGES)),
+        (_consume, (dq, dk, dv, counts, rings, n, gl.constexpr(0), MASK, ORDERED, BLOCK_T, W, STAGES, SOFT_CAP)),
+        (_consume, (dq, dk, dv, counts, rings, n, gl.constexpr(1), MASK, ORDERED, BLOCK_T, W, STAGES, SOFT_CAP)),
+        (produce, (q, k, v, do, starts, rings, n, MASK, 128, BLOCK_T, W, STAGES, STAGES, ORDERED)),
     ], [4, 1], [REGISTERS, FEW_REGISTERS])  # fmt: skip

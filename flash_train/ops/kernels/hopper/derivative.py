@@ -1,5 +1,6 @@
 """The launcher of the Hopper backward."""
 
+import torch
 from torch import Tensor
 
 from flash_train.ops.features import Terms
@@ -8,7 +9,7 @@ from flash_train.ops.kernels.hopper.backward_wide import hopper_wide_backward_ke
 from flash_train.ops.kernels.hopper.rows import begin, finish
 from flash_train.ops.kernels.hopper.shim import describe
 from flash_train.ops.kernels.hopper.tables import BACKWARD, tile_width
-from flash_train.ops.kernels.launch import blocks, empty, kind_of_mask, run
+from flash_train.ops.kernels.launch import blocks, empty, kind_of_mask, run, zeros
 from flash_train.ops.kernels.operands import readable
 from flash_train.ops.kernels.tables import Launch
 from flash_train.ops.kernels.tiles import LOG2_E
@@ -26,8 +27,8 @@ def hopper_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dQ, dK, dV), contiguous [B, H, T, D], [B, G, S, D] and [B, G, S, E] in the inputs' dtype (fp16 or bf16).
 
-    What it takes: `choice.choose_implementation`. dQ is not the same to the bit on every run. `output` [B, H, T, E]
-    and `lse` [B, H, T] are the forward's.
+    What it takes: `choice.choose_implementation`. dQ is the same to the bit on every run if `terms.deterministic`, dK
+    and dV always. `output` [B, H, T, E] and `lse` [B, H, T] are the forward's.
     """
     q, k, v, do = (readable(x) for x in (q, k, v, grad_output.to(q.dtype)))
     (B, H, T, D), (G, S, E) = q.shape, v.shape[1:]
@@ -38,15 +39,17 @@ def hopper_backward(
     mask, cap = kind_of_mask(terms), terms.soft_cap
     unit = LOG2_E.value if cap else 1 / terms.scale  # a soft cap's scores are multiplied before
     starts, dq_sum = begin(do, output, lse, grad_lse, D, padded, unit)
+    ordered = terms.deterministic
+    counts = zeros(q, B * H * padded // row.block_t * 2, dtype=torch.int32) if ordered else lse  # which is not read
     dq, dk, dv = empty(q, B, H, T, D), empty(k, B, G, S, D), empty(v, B, G, S, E)
     run(
         kernel, q.device, blocks(S, row.block_s) * B * G, Launch(row.block_t, row.block_s, 4, row.stages),
-        ("hopper backward", q.device, q.dtype, width, mask, cap > 0),
+        ("hopper backward", q.device, q.dtype, width, mask, cap > 0, ordered),
         describe(q, row.block_t, width), describe(k, 64, width), describe(v, 64, width),
         describe(do, row.block_t, width), describe(starts, row.block_t, 16),
-        describe(dq_sum, 64, 64), describe(dk, 64, width), describe(dv, 64, width), B * G, G, H // G, T, S, terms.left,
-        terms.right, 0 if terms.top_left else S - T, (cap or terms.scale) * LOG2_E.value, terms.scale,
-        terms.scale / (cap or 1.0), mask, row.block_t, width, row.stages, cap > 0, row.registers,
+        describe(dq_sum, 64, 64), describe(dk, 64, width), describe(dv, 64, width), counts, B * G, G, H // G, T, S,
+        terms.left, terms.right, 0 if terms.top_left else S - T, (cap or terms.scale) * LOG2_E.value, terms.scale,
+        terms.scale / (cap or 1.0), mask, ordered, row.block_t, width, row.stages, cap > 0, row.registers,
         row.few_registers,
     )  # fmt: skip
     finish(dq_sum, dq, terms.scale)

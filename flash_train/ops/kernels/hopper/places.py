@@ -78,3 +78,12 @@ def query_tiles(block, n, BLOCK_T: gl.constexpr, BLOCK_S: gl.constexpr, MASK: gl
         full = end
     full = min(max(full, start), end)
     return start, full, min(max(full_end, full), end), end
+
+
+@gluon.jit
+def later_keys(block, tile, n, BLOCK_T: gl.constexpr, BLOCK_S: gl.constexpr, MASK: gl.constexpr):
+    """How many blocks behind this one see a query of the tile, which this one sees: `query_tiles`."""
+    last = (n.S + BLOCK_S - 1) // BLOCK_S - 1
+    if MASK != "full":
+        last = min(last, (min(tile * BLOCK_T + BLOCK_T, n.T) - 1 + n.shift + n.right) // BLOCK_S)
+    return last - block
