@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from flash_train.training.data.order import WindowOrder
-from flash_train.training.data.store import Tokens
+from flash_train.training.data.order import Rows, Stream
 
 IGNORED = -100
 
@@ -46,15 +45,13 @@ class TrainingRows(Dataset[Batch]):
     of the next: no target is to be told from another document, and every token remains a target.
     """
 
-    def __init__(self, tokens: Tokens, order: WindowOrder, share: Share, *, separator: int | None = None) -> None:
-        self.tokens = tokens
-        self.order = order
+    def __init__(self, rows: Rows, share: Share, *, separator: int | None = None) -> None:
+        self.rows = rows
         self.share = share
         self.separator = separator
 
     def __getitem__(self, first: int) -> Batch:
-        starts = self.order.starts(self.share.rows(first))
-        windows = self.tokens.array[starts[:, None] + np.arange(self.order.sequence_length + 1)]
+        windows = self.rows.windows(self.share.rows(first))
         return _batch(windows[:, :-1], windows[:, 1:], self.separator)
 
 
@@ -65,7 +62,7 @@ class ValidationRows(Dataset[Batch]):
     a batch may consist of it altogether. `separator` is that of `TrainingRows`.
     """
 
-    def __init__(self, tokens: Tokens, *, sequence_length: int, share: Share, separator: int | None = None) -> None:
+    def __init__(self, tokens: Stream, *, sequence_length: int, share: Share, separator: int | None = None) -> None:
         self.tokens = tokens
         self.sequence_length = sequence_length
         self.share = share
@@ -77,10 +74,9 @@ class ValidationRows(Dataset[Batch]):
 
     def __getitem__(self, index: int) -> Batch:
         starts = self.share.rows(index * self.share.global_rows) * self.sequence_length
-        positions = starts[:, None] + np.arange(self.sequence_length + 1)
-        last = len(self.tokens) - 1
-        windows = self.tokens.array[np.minimum(positions, last)].astype(np.int64)
-        targets = np.where(positions[:, 1:] <= last, windows[:, 1:], IGNORED)
+        windows = self.tokens.windows(starts, self.sequence_length + 1).astype(np.int64)
+        beyond = starts[:, None] + np.arange(1, self.sequence_length + 1) >= len(self.tokens)
+        targets = np.where(beyond, IGNORED, windows[:, 1:])
         return _batch(windows[:, :-1], targets, self.separator)
 
 

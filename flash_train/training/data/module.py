@@ -9,20 +9,21 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.trainer.states import TrainerFn
 
 from flash_train.training.data.batches import Share, TrainingBatches, TrainingRows, ValidationBatches, ValidationRows
-from flash_train.training.data.documents import Document
-from flash_train.training.data.order import WindowOrder
-from flash_train.training.data.store import PreparedText, cache_folder, prepare
+from flash_train.training.data.order import Rows, ShuffledWindows, Stream, WindowOrder
+from flash_train.training.data.store import PreparedText
 from flash_train.training.data.tokenizers import SEPARATOR, Tokenizer
 
 # Rows whose hash tells two runs with the same data order from others, whatever their batch size.
 HASHED_ROWS = 64
+# Raise it when the same text, length and seed are to give other rows.
+ORDER = 2
 
 
 class TokenData(LightningDataModule):
     """Batches {"inputs", "targets"} of int64 [B, T] tokens; targets are the inputs shifted by one, -100 is ignored.
 
-    A subclass says which documents there are (`documents`) and what is known of them (`source`). `batch_size` counts
-    rows per device and micro-batch. The rows are a function of (text, sequence_length, seed) and their number alone:
+    A subclass says where the text is (`load`) and what is known of it (`source`). `batch_size` counts rows per device
+    and micro-batch. The rows are a function of (text, sequence_length, seed) and their number alone:
     batch size, accumulation, ranks and workers only divide them. Training goes on without end, so that a trainer
     needs `max_steps`. With `separate_documents` a batch says which document each token belongs to ("documents", see
     `TrainingRows`), so that none is predicted from another one; the rows stay the same, and need no padding.
@@ -30,11 +31,8 @@ class TokenData(LightningDataModule):
     A run resumes with the data of its checkpoint: another text, tokenizer, sequence_length, seed or
     separate_documents is refused, for the run would go on with another order, or another model of its documents.
 
-    Raises ValueError in `setup` if a split is shorter than one window, or if documents are to be separated and there
-    is one, or one holds the NUL that separates them (as UTF-16 does); and on resuming, as said.
+    Raises ValueError in `setup` if a split is shorter than one window, and on resuming, as said.
     """
-
-    tokenizer_kind = "bytes"
 
     def __init__(
         self,
@@ -69,12 +67,12 @@ class TokenData(LightningDataModule):
         self._anchor_batches = 0
         self._loaded: tuple[int, int] | None = None  # the next row, and the first of the repeated ones
 
-    def documents(self) -> tuple[list[Document], list[Document]]:
-        """Training and validation documents; without any of the latter, the last tenth of the text validates."""
+    def load(self) -> PreparedText:
+        """The prepared splits, made or opened. Several processes may call it at once."""
         raise NotImplementedError
 
     def source(self) -> dict[str, Any]:
-        """What a result should say of where the text came from, in plain values."""
+        """What a result should say of where the text came from, in plain values; asked after `load`."""
         raise NotImplementedError
 
     def prepare_data(self) -> None:
@@ -84,14 +82,7 @@ class TokenData(LightningDataModule):
         # The command needs the vocabulary before it has a trainer, which calls this again.
         if self._text is not None:
             return
-        train, validation = self.documents()
-        if self.separate_documents and not validation:
-            raise ValueError(
-                "separate_documents needs several documents, and the text is one; "
-                "give it as several files, or set data.separate_documents=false"
-            )
-        folder = cache_folder(self.cache_dir)
-        text = prepare(train, validation, tokenizer=self.tokenizer_kind, folder=folder)
+        text = self.load()
         least = self.sequence_length + 1
         for name, tokens in (("training", text.train), ("validation", text.validation)):
             if len(tokens) < least:
@@ -99,15 +90,8 @@ class TokenData(LightningDataModule):
                     f"the {name} text must hold at least sequence_length + 1 = {least} tokens, it holds {len(tokens)}; "
                     f"give more text, or set data.sequence_length={max(1, len(tokens) - 1)} or less"
                 )
-        if self.separate_documents and text.ambiguous:
-            name = next(document.name for document in (*train, *validation) if document.sha256 == text.ambiguous)
-            raise ValueError(
-                f"separate_documents needs texts without a NUL, which stands between documents, and {name} holds one; "
-                "take it out (of UTF-16 by converting it to UTF-8), or set data.separate_documents=false"
-            )
         self._text = text
-        sources = {document.name: document.sha256 for document in (*train, *validation)}
-        self._provenance = self._describe(sources, [document.name for document in validation])
+        self._provenance = self._describe()
 
     @property
     def text(self) -> PreparedText:
@@ -125,9 +109,10 @@ class TokenData(LightningDataModule):
         return self.text.tokenizer.vocabulary_size
 
     @property
-    def bytes_per_token(self) -> float:
-        """UTF-8 bytes per token of the validation split, for bits per byte."""
-        return self.text.validation_bytes / len(self.text.validation)
+    def bytes_per_token(self) -> float | None:
+        """UTF-8 bytes per token of the validation split, for bits per byte; None where nothing tells."""
+        size = self.text.validation_bytes
+        return None if size is None else size / len(self.text.validation)
 
     @property
     def provenance(self) -> dict[str, Any]:
@@ -142,7 +127,7 @@ class TokenData(LightningDataModule):
         row, first = (0, 0) if self._loaded is None and consumed == 0 else self._rows()
         self._anchor_row, self._loaded = first, None
         self._anchor_batches = consumed - (row - first) // self._share().global_rows
-        rows = TrainingRows(self.text.train, self._order(), self._share(), separator=self._separator())
+        rows = TrainingRows(self.training_rows(), self._share(), separator=self.separator())
         return TrainingBatches(rows, lambda: self._rows()[0], self.workers, self._pin_memory())
 
     def val_dataloader(self) -> ValidationBatches:
@@ -151,7 +136,7 @@ class TokenData(LightningDataModule):
             self.text.validation,
             sequence_length=self.sequence_length,
             share=self._share(),
-            separator=self._separator(),
+            separator=self.separator(),
         )
         return ValidationBatches(rows, self._pin_memory())
 
@@ -159,19 +144,20 @@ class TokenData(LightningDataModule):
         """The place in the training order, what defines that order, and the tokenizer, in plain values."""
         row, first = self._rows()
         tokenizer = self.tokenizer.state()
-        return {"row": row, "first_row": first, "order": self._order_key(), "tokenizer": tokenizer}
+        return {"row": row, "first_row": first, "order": self.order_key(), "tokenizer": tokenizer}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on at the saved row; raises ValueError where the tokens, their order or what separates them is another."""
-        if state_dict["tokenizer"] != self.tokenizer.state():
+        saved, own = state_dict["tokenizer"], self.tokenizer.state()
+        if saved != own:
             raise ValueError(
-                f"the data must have the checkpoint's vocabulary, tokenizer {state_dict['tokenizer']['kind']!r}, and "
-                f"this has another ({self.tokenizer_kind!r}); name the text and tokenizer it was trained with"
+                f"the data must have the checkpoint's vocabulary, tokenizer {saved['kind']!r}, and "
+                f"this has another ({own['kind']!r}); name the text and tokenizer it was trained with"
             )
         if self.trainer is not None and self.trainer.state.fn != TrainerFn.FITTING:
             return
-        for name, now in self._order_key().items():
-            saved = state_dict["order"][name]
+        for name, now in self.order_key().items():
+            saved = state_dict["order"].get(name)
             if saved != now:
                 raise ValueError(
                     f"a run must resume with the data of its checkpoint, where {name} is {saved}, and now it is {now}; "
@@ -179,18 +165,27 @@ class TokenData(LightningDataModule):
                 )
         self._loaded = state_dict["row"], state_dict["first_row"]
 
-    def _order_key(self) -> dict[str, Any]:
+    def order_key(self) -> dict[str, Any]:
+        """What says which row is which, in plain values: a checkpoint of another one is refused."""
         return {
+            "order": ORDER,
             "text": self.text.key,
             "sequence_length": self.sequence_length,
             "seed": self.seed,
             "separate_documents": self.separate_documents,
         }
 
-    def _order(self) -> WindowOrder:
-        return WindowOrder(len(self.text.train), sequence_length=self.sequence_length, seed=self.seed)
+    def training_rows(self) -> Rows:
+        """The rows of training, a function of `order_key()` and their number."""
+        return self.shuffled(self.text.train)
 
-    def _separator(self) -> int | None:
+    def shuffled(self, stream: Stream) -> ShuffledWindows:
+        """One text's rows, in the order of this sequence length and seed."""
+        order = WindowOrder(len(stream), sequence_length=self.sequence_length, seed=self.seed)
+        return ShuffledWindows(stream, order)
+
+    def separator(self) -> int | None:
+        """The token that begins a document, where documents are to be separated."""
         return int(self.tokenizer.encode(SEPARATOR)[0]) if self.separate_documents else None
 
     def _share(self) -> Share:
@@ -219,14 +214,12 @@ class TokenData(LightningDataModule):
             return self._anchor_row + consumed % repeated * rows, self._anchor_row
         return self._anchor_row + consumed * rows, self._anchor_row + consumed * rows
 
-    def _describe(self, sources: dict[str, str], validation: list[str]) -> dict[str, Any]:
+    def _describe(self) -> dict[str, Any]:
         text = self.text
         return {
             **self.source(),
-            "sources_sha256": sources,
-            "validation_sources": validation or "the last tenth",
             "prepared_as": text.key,
-            "tokenizer": self.tokenizer_kind,
+            "tokenizer": text.tokenizer.state()["kind"],
             "vocabulary_size": self.vocabulary_size,
             "train_tokens": len(text.train),
             "validation_tokens": len(text.validation),
@@ -238,6 +231,5 @@ class TokenData(LightningDataModule):
         }
 
     def _first_rows_sha256(self) -> str:
-        starts = self._order().starts(np.arange(HASHED_ROWS))
-        windows = self.text.train.array[starts[:, None] + np.arange(self.sequence_length + 1)]
+        windows = self.training_rows().windows(np.arange(HASHED_ROWS))
         return hashlib.sha256(windows.astype("<i8").tobytes()).hexdigest()

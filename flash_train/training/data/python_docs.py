@@ -7,8 +7,8 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
+from flash_train.training.data.document_data import DocumentData
 from flash_train.training.data.documents import Document, split_by_hash
-from flash_train.training.data.module import TokenData
 
 TOPICS = "pydoc_data.topics"
 
@@ -25,7 +25,7 @@ MODULES = """
 LEAST_BYTES = 1_000_000
 
 
-class PythonDocs(TokenData):
+class PythonDocs(DocumentData):
     """The topics of Python's help() and the source of MODULES, as bytes, a NUL after each document.
 
     Nothing is downloaded. Topics and modules validate as a whole, about a tenth of them, chosen by the hash of their
@@ -46,7 +46,7 @@ class PythonDocs(TokenData):
         documents = [Document.from_bytes(name, text) for name, text in texts.items()]
         return split_by_hash(documents, [hashlib.sha256(name.encode()).hexdigest() for name in texts])
 
-    def source(self) -> dict[str, Any]:
+    def origin(self) -> dict[str, Any]:
         missing = [] if read_topics() else [TOPICS]
         missing += [name for name in MODULES if find_source(name) is None]
         return {"source": "python_docs", "python": platform.python_version(), "missing": missing}

@@ -14,6 +14,7 @@ import numpy as np
 from filelock import FileLock
 
 from flash_train.training.data.documents import BLOCK_BYTES, VALIDATION_SHARE, Document
+from flash_train.training.data.order import Stream
 from flash_train.training.data.tokenizers import (
     SEPARATOR,
     Tokenizer,
@@ -39,13 +40,21 @@ class Tokens:
     def __len__(self) -> int:
         return self.count
 
-    @cached_property
+    @property
     def array(self) -> np.ndarray:
         """The tokens [count], read-only and mapped."""
+        return self._mapped
+
+    @cached_property
+    def _mapped(self) -> np.ndarray:
         return np.asarray(np.memmap(self.path, self.dtype, "r")[self.start : self.start + self.count])
 
+    def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
+        """The `length` tokens from each of `starts` [B] on, [B, length]; past the end the last one repeats."""
+        return self.array[np.minimum(starts[:, None] + np.arange(length), self.count - 1)]
+
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "array"}
+        return {name: value for name, value in self.__dict__.items() if name != "_mapped"}
 
 
 @dataclass(frozen=True)
@@ -57,9 +66,9 @@ class PreparedText:
 
     key: str
     tokenizer: Tokenizer
-    train: Tokens
-    validation: Tokens
-    validation_bytes: int
+    train: Stream
+    validation: Stream
+    validation_bytes: int | None
     ambiguous: str | None
 
 

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from flash_train.training.data.document_data import DocumentData
 from flash_train.training.data.documents import Document, split_by_hash
-from flash_train.training.data.module import TokenData
 from flash_train.training.data.tokenizers import KINDS
 
 
-class TextFiles(TokenData):
+class TextFiles(DocumentData):
     """Any local files, as bytes or characters.
 
     `paths` names files or globs (`**` goes into folders), one or a list. A single file validates with its last tenth
@@ -55,7 +55,7 @@ class TextFiles(TokenData):
             return documents, []
         return split_by_hash(documents, [document.sha256 for document in documents])
 
-    def source(self) -> dict[str, Any]:
+    def origin(self) -> dict[str, Any]:
         return {"source": "text", "paths": self.paths}
 
 

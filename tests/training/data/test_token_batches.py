@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from flash_train.training.data.batches import IGNORED, Share, TrainingRows, ValidationRows
-from flash_train.training.data.order import WindowOrder
+from flash_train.training.data.order import ShuffledWindows, WindowOrder
 from flash_train.training.data.store import Tokens
 
 
@@ -16,16 +16,16 @@ def numbered(folder: Path, count: int) -> Tokens:
 
 
 def global_batches(tokens: Tokens, batch_size: int, ranks: int, count: int) -> list[torch.Tensor]:
-    order = WindowOrder(len(tokens), sequence_length=5, seed=1)
-    shares = [Share(batch_size, ranks, rank) for rank in range(ranks)]
-    rows = [TrainingRows(tokens, order, share) for share in shares]
+    shuffled = ShuffledWindows(tokens, WindowOrder(len(tokens), sequence_length=5, seed=1))
+    rows = [TrainingRows(shuffled, Share(batch_size, ranks, rank)) for rank in range(ranks)]
     step = batch_size * ranks
     return [torch.stack([row[first]["inputs"] for row in rows], 1).flatten(0, 1) for first in range(0, count, step)]
 
 
 def test_targets_are_inputs_shifted_by_one_in_contiguous_int64(tmp_path: Path):
     tokens = numbered(tmp_path, 701)
-    batch = TrainingRows(tokens, WindowOrder(701, sequence_length=11, seed=0), Share(7))[14]
+    rows = ShuffledWindows(tokens, WindowOrder(701, sequence_length=11, seed=0))
+    batch = TrainingRows(rows, Share(7))[14]
     for part in batch.values():
         assert part.shape == (7, 11) and part.dtype == torch.int64 and part.is_contiguous()
     assert torch.equal(batch["targets"], batch["inputs"] + 1)
@@ -35,12 +35,12 @@ def test_targets_are_inputs_shifted_by_one_in_contiguous_int64(tmp_path: Path):
 def test_a_separator_ends_one_document_as_a_target_and_begins_the_next_as_an_input(tmp_path: Path):
     (np.arange(701, dtype=np.uint16) % 8).tofile(tmp_path / "tokens.bin")
     tokens = Tokens(tmp_path / "tokens.bin", "uint16", 0, 701)
-    order, share = WindowOrder(701, sequence_length=19, seed=0), Share(7)
+    rows, share = ShuffledWindows(tokens, WindowOrder(701, sequence_length=19, seed=0)), Share(7)
     separated = (
-        TrainingRows(tokens, order, share, separator=5)[14],
+        TrainingRows(rows, share, separator=5)[14],
         ValidationRows(tokens, sequence_length=19, share=share, separator=5)[0],
     )
-    whole = TrainingRows(tokens, order, share)[14], ValidationRows(tokens, sequence_length=19, share=share)[0]
+    whole = TrainingRows(rows, share)[14], ValidationRows(tokens, sequence_length=19, share=share)[0]
     for batch, plain in zip(separated, whole, strict=True):
         assert torch.equal(batch["inputs"], plain["inputs"]) and torch.equal(batch["targets"], plain["targets"])
         assert "documents" not in plain and batch["documents"].shape == (7, 19)
