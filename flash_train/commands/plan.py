@@ -78,8 +78,9 @@ def as_planned(config: dict[str, Any]) -> dict[str, Any]:
     config = {**config, "trainer": {**config["trainer"], "accelerator": "cpu", "devices": 1}}
     check_values(config)
     config["compile"] = {**config["compile"], "enabled": False}
-    if "fused" in config["optimizer"] and config["optimizer"]["fused"] is None:
-        config["optimizer"] = {**config["optimizer"], "fused": True}  # as it is where the parameters are on a GPU
+    optimizer = config["optimizer"]
+    if optimizer.get("fused", False) is None and not optimizer.get("foreach"):
+        config["optimizer"] = {**optimizer, "fused": True}  # as it is where the parameters are on a GPU
     return config
 
 

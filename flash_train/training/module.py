@@ -14,6 +14,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from flash_train.ops.cross_entropy import chunked_cross_entropy
+from flash_train.training.averaging import EMA, TRAINING_WEIGHTS
+from flash_train.training.groups import check_groups
 from flash_train.training.plain import require_plain
 from flash_train.training.steps import is_log_step
 
@@ -36,7 +38,8 @@ class LanguageModel(LightningModule):
     last optimizer step (`gradient_norm` of the last log step when nothing is clipped).
 
     Args:
-        optimizer: makes the optimizer from the module, for instance a partial of `optimizer.adamw`.
+        optimizer: makes the optimizer from the module, for instance a partial of `optimizer.adamw`. When it is made,
+            a parameter that is in none of its groups, or in several, is a ValueError that names it.
         schedule: makes a scheduler, stepped once per optimizer step, from that optimizer.
         gradient_clip: largest gradient norm, None to leave gradients alone. Not the Trainer's argument of that name,
             which refuses a fused AdamW under mixed precision.
@@ -104,6 +107,7 @@ class LanguageModel(LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = self._make_optimizer(self.model)
+        check_groups(self.model, optimizer.param_groups)
         if self._make_schedule is None:
             return optimizer
         return {
@@ -149,6 +153,13 @@ class LanguageModel(LightningModule):
         checkpoint["tokens_seen"] = self.tokens_seen
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        callbacks = self.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue] (set by a connector)
+        averages = any(isinstance(callback, EMA) for callback in callbacks)
+        if TRAINING_WEIGHTS in checkpoint and self.trainer.state.fn == "fit" and not averages:
+            raise ValueError(
+                "The checkpoint is of a run that averages its weights, and what training goes on with is beside them: "
+                "resume it with the callback EMA, in flash-train callbacks=[default,ema]."
+            )
         self.tokens_seen = checkpoint["tokens_seen"]
 
     def _cross_entropy(self, batch: Batch, reduction: str) -> Tensor:

@@ -61,6 +61,17 @@ def test_packed_documents_windows_and_every_attention_feature_are_a_matter_of_ov
     assert result(tmp_path / "run")["data"]["separate_documents"] is True
 
 
+def test_another_optimizer_schedule_and_average_are_overrides_and_resumed(command: Command, tmp_path: Path) -> None:
+    choices = ("optimizer=muon", "optimizer.no_decay=[*_embedding.*]", "schedule=wsd", "callbacks=[default,ema]")
+    answer = command(main, *SHORT, *choices)
+    assert answer.code == 0, answer.err
+    answer = command(main, "resume_from=run", "trainer.max_steps=4")
+    assert answer.code == 0, answer.err
+    assert result(tmp_path / "run")["steps"] == 4
+    answer = command(main, *SHORT, "optimizer.no_decay=[embeddings]")
+    assert answer.code == 2 and "'embeddings' names no trainable parameter" in answer.err
+
+
 def test_a_refused_run_still_leaves_a_result(command: Command, tmp_path: Path) -> None:
     command(main, *SHORT, "optimizer.lr=-1")
     found = result(tmp_path / "run")

@@ -1,6 +1,7 @@
 """What Lightning's own loop takes, by the allocator's own events, is what was predicted."""
 
 from functools import partial
+from typing import Any
 
 import lightning
 import pytest
@@ -11,30 +12,31 @@ from flash_train.diagnostics.memory import MemoryMonitor
 from flash_train.memory.predict import predict_peak
 from flash_train.models.gpt import GPT
 from flash_train.training.module import LanguageModel
-from flash_train.training.optimizer import adamw
+from flash_train.training.optimizer import adamw, muon
 
 DEPTH = 3
 SCALARS = 64  # bytes: what Lightning and the data loader keep
 RANDOM_STATE = 5056  # bytes that torch.utils.checkpoint keeps for each block, of a CPU's generator
 
 
-def language_model(implementation: str, checkpointing: str, chunk_rows: int | None) -> LanguageModel:
+def language_model(implementation: str, *, chunk_rows: int | None = None, optimizer: Any = adamw,
+                   **options: Any) -> LanguageModel:  # fmt: skip
     model = GPT(vocabulary_size=211, context_length=256, width=64, depth=DEPTH, heads=4, implementation=implementation,
-                checkpointing=checkpointing)  # fmt: skip
-    return LanguageModel(model, optimizer=partial(adamw, lr=1e-3), loss_chunk_rows=chunk_rows)
+                **options)  # fmt: skip
+    return LanguageModel(model, optimizer=partial(optimizer, lr=1e-3), loss_chunk_rows=chunk_rows)
 
 
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 @pytest.mark.parametrize("implementation", ["naive", "sdpa"])
 @pytest.mark.parametrize(
-    "precision, accumulate, checkpointing, chunk_rows",
+    "precision, accumulate, options",
     [
-        ("32-true", 1, "none", None), ("32-true", 2, "none", None), ("bf16-true", 1, "none", None),
-        ("32-true", 1, "block", None), ("32-true", 1, "none", 128),
+        ("32-true", 1, {}), ("32-true", 2, {}), ("bf16-true", 1, {}), ("32-true", 1, {"chunk_rows": 128}),
+        ("32-true", 1, {"checkpointing": "block"}),
     ],
 )  # fmt: skip
 def test_every_phase_of_a_run_is_predicted(
-    implementation: str, precision: str, accumulate: int, checkpointing: str, chunk_rows: int | None
+    implementation: str, precision: str, accumulate: int, options: dict[str, Any]
 ) -> None:
     rows = [{name: torch.randint(211, (256,)) for name in ("inputs", "targets")} for _ in range(32)]
     monitor = MemoryMonitor(probe_step=2)
@@ -43,16 +45,26 @@ def test_every_phase_of_a_run_is_predicted(
         callbacks=[monitor], logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False,
     )  # fmt: skip
-    module = language_model(implementation, checkpointing, chunk_rows)
+    module = language_model(implementation, **options)
     trainer.fit(module, DataLoader(rows, batch_size=4))  # pyright: ignore[reportArgumentType]
     batch = {name: torch.stack([row[name] for row in rows[:4]]) for name in rows[0]}
     predicted = predict_peak(
-        language_model(implementation, checkpointing, chunk_rows), batch, precision=precision, accumulate=accumulate,
-        device="cpu",
+        language_model(implementation, **options), batch, precision=precision, accumulate=accumulate, device="cpu"
     )  # fmt: skip
-    kept = SCALARS + (DEPTH * RANDOM_STATE if checkpointing == "block" else 0)
+    kept = SCALARS + (DEPTH * RANDOM_STATE if "checkpointing" in options else 0)
     for phase, peak in predicted.phases.items():
         assert 0 <= monitor.result()["phases"][phase] - peak.size <= kept, phase
+
+
+def test_muon_s_state_is_half_of_adamw_s_for_the_matrices_it_takes() -> None:
+    batch = {name: torch.empty(2, 64, dtype=torch.int64, device="meta") for name in ("inputs", "targets")}
+    states = []
+    for optimizer in (adamw, muon):
+        prediction = predict_peak(language_model("flash", optimizer=optimizer), batch)
+        states.append(prediction.phases["backward"].categories["optimizer state"])
+    matrices = sum(p.numel() for p in language_model("flash").model.blocks.parameters() if p.dim() == 2)  # pyright: ignore
+    counters = 512 * 4 * DEPTH  # AdamW counts the steps of each parameter, in a block of its own
+    assert states[0] - states[1] == 4 * matrices + counters
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])

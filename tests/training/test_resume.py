@@ -1,5 +1,6 @@
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,24 @@ from toy_training import RecordingLogger, ToyData, language_model, trainer
 
 from flash_train.training.checkpoint import Checkpoint
 from flash_train.training.history import LossHistory
+from flash_train.training.module import LanguageModel
+from flash_train.training.optimizer import muon
 from flash_train.training.resume import find_checkpoint, read_header
+from flash_train.training.schedule import warmup_stable_decay
 
 
-def fit(folder: Path, *callbacks: Callback, ckpt_path: Path | None = None, **options: Any) -> LossHistory:
+def fit(
+    folder: Path,
+    *callbacks: Callback,
+    ckpt_path: Path | None = None,
+    module: LanguageModel | None = None,
+    **options: Any,
+) -> LossHistory:
     """Train to `max_steps` with validation after every third batch, which draws random numbers of its own."""
     history = LossHistory()
     validation = {"check_val_every_n_epoch": None, "val_check_interval": 3, "num_sanity_val_steps": 1}
     run = trainer(folder, history, *callbacks, **validation, **options)
-    run.fit(language_model(), datamodule=ToyData(), ckpt_path=ckpt_path, weights_only=True)
+    run.fit(module or language_model(), datamodule=ToyData(), ckpt_path=ckpt_path, weights_only=True)
     return history
 
 
@@ -48,6 +58,19 @@ def test_ten_steps_equal_some_then_a_resumed_rest(tmp_path: Path, accumulate: in
     first = find_checkpoint(tmp_path / "parts")
     parts = fit(tmp_path / "parts", max_steps=10, ckpt_path=first, accumulate_grad_batches=accumulate)
     assert parts.curve() == whole.curve() and [step for step, _ in whole.curve()] == list(range(10))
+    assert same(contents(tmp_path / "parts"), contents(tmp_path / "whole"))
+
+
+def test_two_optimizers_in_one_and_a_decay_at_the_end_resume_as_exactly(tmp_path: Path) -> None:
+    def module() -> LanguageModel:
+        optimizer = partial(muon, lr=0.05, adamw_lr=0.03, not_muon=())
+        return language_model(
+            optimizer=optimizer, schedule=partial(warmup_stable_decay, warmup_steps=2, total_steps=10, decay=0.5)
+        )
+
+    fit(tmp_path / "whole", module=module(), max_steps=10)
+    fit(tmp_path / "parts", module=module(), max_steps=6)
+    fit(tmp_path / "parts", module=module(), max_steps=10, ckpt_path=find_checkpoint(tmp_path / "parts"))
     assert same(contents(tmp_path / "parts"), contents(tmp_path / "whole"))
 
 

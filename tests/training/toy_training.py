@@ -74,9 +74,11 @@ class ToyData(LightningDataModule):
 
 def language_model(*, total_steps: int = 10, **options: Any) -> LanguageModel:
     torch.manual_seed(4)
-    optimizer = partial(adamw, lr=0.05)
-    schedule = partial(warmup_cosine, warmup_steps=2, total_steps=total_steps)
-    return LanguageModel(ToyModel(), optimizer=optimizer, schedule=schedule, **options)
+    defaults = {
+        "optimizer": partial(adamw, lr=0.05),
+        "schedule": partial(warmup_cosine, warmup_steps=2, total_steps=total_steps),
+    }
+    return LanguageModel(ToyModel(), **{**defaults, **options})
 
 
 def trainer(folder: Path, *callbacks: Callback, max_steps: int = 10, **options: Any) -> Trainer:
