@@ -68,10 +68,8 @@ def flash_attention(
             device draws one number a call; which elements are dropped is a function of it, the batch row or document,
             the head and the positions in the document alone.
         deterministic: whether every run gives the same bits in the backward, too; None is torch's own switch. The
-            Triton kernels and the tiled path sum in a fixed order, with or without it; the Hopper kernels sum dQ in any
-            order, its rounding differs from run to run, and with it the Triton kernels' backward runs in their place:
-            335 TFLOP/s instead of 527 at B2 H16 T8192 D128, causal, bf16 (NVIDIA H200, torch 2.11.0, triton 3.6.0,
-            2026-11-30).
+            Triton kernels and the tiled path sum in a fixed order, with or without it; so do the Hopper kernels but for
+            dQ, to which their programs add in any order, and with it one after the other, which costs some waiting.
         implementation: one of `IMPLEMENTATIONS`. "flash" is this package's: the Triton kernels on a GPU, those
             written for compute capability 9.0 where they are faster and known to work, else the tiled path, each step
             down logged once with its reason; "triton", "hopper" and "tiled" ask for one of them. "sdpa" is
