@@ -16,6 +16,7 @@ SHORTER = {
 SHORTER["flash-train"] += ["validate_every=4", "trainer.limit_val_batches=1"]
 for changes in SHORTER.values():
     changes += ["model.width=24", "model.depth=1", "loggers=csv"]
+SHORTER["flash-tune"] = ["model.width=24", "model.depth=1", "data.sequence_length=33", "learning_rate.steps=20"]
 SHORTER["flash-bench"] = ["seconds=1e-6", "rounds=1"]
 SHORTER["flash-plan"] = ["model.width=24", "model.depth=1", "model.heads=2", "vocabulary_size=211", "length_step=4096"]
 
