@@ -64,7 +64,7 @@ def measure(config: dict[str, Any]) -> dict[str, Any]:
         "step": header.step,
         "tokens_seen": header.tokens_seen,
         "loss": metrics["validation/loss"],
-        "bits_per_byte": metrics["validation/bits_per_byte"],
+        "bits_per_byte": metrics.get("validation/bits_per_byte"),  # None: nobody knows the bytes of the tokens
         "sequence_length": config["data"]["sequence_length"],
         "data": data.provenance,
         "environment": describe_environment(trainer.strategy.root_device),
@@ -78,7 +78,8 @@ def print_table(result: dict[str, Any]) -> None:
     table = Table(title=f"{result['checkpoint']}, step {result['step']:,}")
     for title in ("validation loss (nats per token)", "bits per byte", "T"):
         table.add_column(title, justify="right")
-    table.add_row(f"{result['loss']:.4f}", f"{result['bits_per_byte']:.4f}", str(result["sequence_length"]))
+    bits = result["bits_per_byte"]
+    table.add_row(f"{result['loss']:.4f}", "-" if bits is None else f"{bits:.4f}", str(result["sequence_length"]))
     Console().print(table)
 
 

@@ -138,7 +138,10 @@ def quieten() -> None:
 
 def judge(error: BaseException) -> Ending:
     """What an exception means for the run."""
-    text = (str(error).strip() or type(error).__name__).splitlines()[0]
+    lines = (str(error).strip() or type(error).__name__).splitlines()
+    text = lines[0]
+    if text.startswith("Caught ") and "DataLoader worker" in text:  # torch puts the worker's traceback before its words
+        text = lines[-1].partition(": ")[2]
     if isinstance(error, KeyboardInterrupt | SystemExit):
         return Ending("interrupted", ExitCode.INTERRUPTED, "interrupted")
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in text:
@@ -146,6 +149,9 @@ def judge(error: BaseException) -> Ending:
         return Ending("oom", ExitCode.OUT_OF_MEMORY, f"out of memory ({detail}); {_LESS_MEMORY}")
     if isinstance(error, Unsupported):
         return Ending("refused", ExitCode.BAD_INPUT, text)
+    if isinstance(error, RuntimeError) and text.startswith("DataLoader worker"):
+        advice = "resume_from=<its folder> goes on at its last checkpoint, and with data.workers=0 no worker is needed"
+        return Ending("failed", ExitCode.FAILURE, f"a process that reads the data died ({text.rstrip('. ')}); {advice}")
     if isinstance(error, NonFiniteLoss):
         return Ending("failed", ExitCode.FAILURE, text)
     if isinstance(error, OSError) and error.filename and error.strerror:

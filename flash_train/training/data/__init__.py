@@ -3,6 +3,15 @@
 from flash_train.training.data.module import TokenData
 from flash_train.training.data.python_docs import PythonDocs
 from flash_train.training.data.text_files import TextFiles
+from flash_train.training.data.token_shards import TokenShards
 from flash_train.training.data.tokenizers import ByteTokenizer, CharacterTokenizer, tokenizer_from_state
 
-__all__ = ["ByteTokenizer", "CharacterTokenizer", "PythonDocs", "TextFiles", "TokenData", "tokenizer_from_state"]
+__all__ = [
+    "ByteTokenizer",
+    "CharacterTokenizer",
+    "PythonDocs",
+    "TextFiles",
+    "TokenData",
+    "TokenShards",
+    "tokenizer_from_state",
+]

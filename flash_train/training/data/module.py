@@ -11,7 +11,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from flash_train.training.data.batches import Share, TrainingBatches, TrainingRows, ValidationBatches, ValidationRows
 from flash_train.training.data.order import Rows, ShuffledWindows, Stream, WindowOrder
 from flash_train.training.data.store import PreparedText
-from flash_train.training.data.tokenizers import SEPARATOR, Tokenizer
+from flash_train.training.data.tokenizers import Tokenizer
 
 # Rows whose hash tells two runs with the same data order from others, whatever their batch size.
 HASHED_ROWS = 64
@@ -186,7 +186,7 @@ class TokenData(LightningDataModule):
 
     def separator(self) -> int | None:
         """The token that begins a document, where documents are to be separated."""
-        return int(self.tokenizer.encode(SEPARATOR)[0]) if self.separate_documents else None
+        return self.tokenizer.separator if self.separate_documents else None
 
     def _share(self) -> Share:
         # Under tensor parallelism only the strategy knows which ranks share their data.

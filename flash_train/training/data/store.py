@@ -17,6 +17,7 @@ from flash_train.training.data.documents import BLOCK_BYTES, VALIDATION_SHARE, D
 from flash_train.training.data.order import Stream
 from flash_train.training.data.tokenizers import (
     SEPARATOR,
+    DocumentTokenizer,
     Tokenizer,
     smallest_dtype,
     tokenizer_from_documents,
@@ -82,6 +83,19 @@ def cache_folder(cache_dir: str | os.PathLike[str] | None) -> Path:
         return (xdg if xdg.is_absolute() else Path.home() / ".cache") / "flash_train" / "data"
     except RuntimeError as error:
         raise ValueError(f"the prepared data needs a cache folder, {error}; set data.cache_dir=<folder>") from None
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write the whole file or none of it, and not before it is on the disk."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def prepare(train: Sequence[Document], validation: Sequence[Document], *, tokenizer: str, folder: Path) -> PreparedText:
@@ -168,7 +182,7 @@ def _build(folder: Path, train: Sequence[Document], validation: Sequence[Documen
 
 
 def _append(
-    file: BinaryIO, documents: Sequence[Document], tokenizer: Tokenizer, separator: np.ndarray | None
+    file: BinaryIO, documents: Sequence[Document], tokenizer: DocumentTokenizer, separator: np.ndarray | None
 ) -> tuple[int, str | None]:
     """Write the documents' tokens, `separator` [1] after each; their number, and the sha256 of one that holds it."""
     count, ambiguous = 0, None
@@ -184,7 +198,7 @@ def _append(
     return count, ambiguous
 
 
-def _count_bytes(tokens: Tokens, tokenizer: Tokenizer) -> int:
+def _count_bytes(tokens: Tokens, tokenizer: DocumentTokenizer) -> int:
     sizes = tokenizer.bytes_per_id()
     # In blocks, for it takes eight bytes for each token.
     return sum(int(sizes[tokens.array[i : i + BLOCK_BYTES]].sum()) for i in range(0, len(tokens), BLOCK_BYTES))

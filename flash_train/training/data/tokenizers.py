@@ -1,7 +1,7 @@
-"""Tokenizers that need nothing but the text: its bytes, or its characters."""
+"""Tokenizers that need nothing but the text, its bytes or its characters, and what every tokenizer is."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -18,10 +18,31 @@ def smallest_dtype(vocabulary_size: int) -> np.dtype:
     return np.min_scalar_type(vocabulary_size - 1)
 
 
+class Tokenizer(Protocol):
+    """Text to tokens below `vocabulary_size` and back; `separator` stands between documents, where there is one."""
+
+    @property
+    def vocabulary_size(self) -> int: ...
+
+    @property
+    def separator(self) -> int | None: ...
+
+    def encode(self, text: str) -> np.ndarray:
+        """Tokens [N], in an unsigned type."""
+        ...
+
+    def decode(self, tokens: Iterable[int]) -> str: ...
+
+    def state(self) -> dict[str, Any]:
+        """Plain values from which `tokenizer_from_state` makes it again."""
+        ...
+
+
 class ByteTokenizer:
     """UTF-8 bytes: 256 tokens, for any text and any file."""
 
     vocabulary_size = 256
+    separator = 0
 
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode(), np.uint8)
@@ -48,6 +69,7 @@ class CharacterTokenizer:
         self.vocabulary_size = len(self.characters)
         self._ids = np.full(CODE_POINTS, -1, np.int64)
         self._ids[_code_points(self.characters)] = np.arange(self.vocabulary_size)
+        self.separator = self.characters.index(SEPARATOR) if SEPARATOR in self.characters else None
 
     @classmethod
     def from_documents(cls, documents: Sequence[Document]) -> "CharacterTokenizer":
@@ -82,17 +104,47 @@ class CharacterTokenizer:
         return {"kind": "characters", "characters": self.characters}
 
 
-Tokenizer = ByteTokenizer | CharacterTokenizer
+class UnknownTokenizer:
+    """What stands for the tokenizer of tokens that came without one: nothing can be encoded or decoded."""
+
+    def __init__(self, vocabulary_size: int, separator: int | None = None) -> None:
+        self.vocabulary_size = vocabulary_size
+        self.separator = separator
+
+    def encode(self, text: str) -> np.ndarray:
+        """Raises ValueError."""
+        raise self._error()
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Raises ValueError."""
+        raise self._error()
+
+    def state(self) -> dict[str, Any]:
+        return {"kind": "unknown", "vocabulary_size": self.vocabulary_size, "separator": self.separator}
+
+    def _error(self) -> ValueError:
+        return ValueError(
+            "text needs a tokenizer, and these tokens came without theirs; give it as data.tokenizer=<tokenizer.json>"
+        )
+
+
+DocumentTokenizer = ByteTokenizer | CharacterTokenizer
 KINDS = ("bytes", "characters")
 
 
-def tokenizer_from_documents(kind: str, documents: Sequence[Document]) -> Tokenizer:
+def tokenizer_from_documents(kind: str, documents: Sequence[Document]) -> DocumentTokenizer:
     """The tokenizer of this kind (one of KINDS) for these documents."""
     return ByteTokenizer() if kind == "bytes" else CharacterTokenizer.from_documents(documents)
 
 
 def tokenizer_from_state(state: dict[str, Any]) -> Tokenizer:
     """The tokenizer that was saved with `state()`: in a checkpoint it lies under the data module's name."""
+    if state["kind"] == "subwords":
+        from flash_train.training.data.subwords import SubwordTokenizer  # it imports this module
+
+        return SubwordTokenizer(state["definition"], state["separator"])
+    if state["kind"] == "unknown":
+        return UnknownTokenizer(state["vocabulary_size"], state["separator"])
     return ByteTokenizer() if state["kind"] == "bytes" else CharacterTokenizer(state["characters"])
 
 
