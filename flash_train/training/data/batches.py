@@ -98,6 +98,8 @@ class TrainingBatches:
 
     The data module saves and restores the place, and nothing is left to do for `state_dict` and `load_state_dict`:
     without them Lightning warns of a stop between two of its epochs' ends, which does no harm here.
+
+    Raises RuntimeError, which begins with "DataLoader worker", within seconds of the death of a worker process.
     """
 
     rows: TrainingRows
@@ -108,9 +110,15 @@ class TrainingBatches:
     def __iter__(self) -> Iterator[Batch]:
         # The rows are counted here and not in a worker, which would not see how far the trainer has come.
         firsts = count(self.position(), self.rows.share.global_rows)
-        yield from DataLoader(
-            self.rows, batch_size=None, sampler=firsts, num_workers=self.workers, pin_memory=self.pin_memory
-        )
+        try:
+            yield from DataLoader(
+                self.rows, batch_size=None, sampler=firsts, num_workers=self.workers, pin_memory=self.pin_memory
+            )
+        except (EOFError, OSError) as error:
+            if not self.workers or str(error).startswith("Caught "):  # so a worker's own error begins
+                raise
+            # Torch watches its workers, and says so in these words, but not while it takes a batch from one.
+            raise RuntimeError(f"DataLoader worker died while it handed over a batch: {error!r}") from error
 
     def state_dict(self) -> dict[str, int]:
         return {}

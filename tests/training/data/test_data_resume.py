@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from flash_train.training.data import TextFiles
+from flash_train.training.data import TextFiles, TokenData
 
 # torch forks its workers, and from 3.12 on Python warns of that in a process with threads.
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
@@ -68,7 +68,7 @@ def data_of(text: Path, **options: Any) -> TextFiles:
     return TextFiles(paths=str(text), cache_dir=text.parent / "cache", **settings)
 
 
-def fit(data: TextFiles, steps: int, *, ckpt_path: Path | None = None, **options: Any) -> Recorder:
+def fit(data: TokenData, steps: int, *, ckpt_path: Path | None = None, **options: Any) -> Recorder:
     model = Recorder()
     Trainer(**QUIET, max_steps=steps, **options).fit(model, data, ckpt_path=ckpt_path)
     return model
