@@ -17,7 +17,8 @@ from flash_train.diagnostics.peak import BornInside
 from flash_train.diagnostics.speed import compilations
 from flash_train.diagnostics.trend import Growth, Trend
 from flash_train.memory.attribution import is_compiled
-from flash_train.memory.live import Block
+from flash_train.memory.cards import ROUNDING
+from flash_train.memory.live import Block, round_up
 from flash_train.memory.sizes import human_bytes, parse_bytes
 
 logger = logging.getLogger(__name__)
@@ -197,11 +198,12 @@ class LeakDetector(Monitor):
 
 
 def _size_of(batch: Any, device: torch.device) -> int:
-    """Bytes of its tensors on an accelerator; on a CPU nobody knows which of them malloc gave."""
+    """What its tensors take of an accelerator's allocator, but for what that leaves unsplit of large blocks; on a CPU
+    nobody knows which of them malloc gave."""
     if device.type == "cpu":
         return 0
     tensors = [x for x in tree_leaves(batch) if isinstance(x, torch.Tensor)]
-    return sum(tensor.nbytes for tensor in tensors if tensor.device.type == device.type)
+    return sum(round_up(tensor.nbytes, ROUNDING) for tensor in tensors if tensor.device.type == device.type)
 
 
 def _name(module: str) -> str:

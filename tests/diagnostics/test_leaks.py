@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.data import DataLoader, IterableDataset
 
 from flash_train.diagnostics.in_use import AllocatorGauge, HostGauge
-from flash_train.diagnostics.leaks import LeakDetector
+from flash_train.diagnostics.leaks import LeakDetector, _size_of
 from flash_train.diagnostics.ledger import PeakLedger
 from flash_train.diagnostics.trend import Growth, Trend
 
@@ -160,6 +160,12 @@ def test_on_an_accelerator_what_a_step_needs_for_a_moment_is_not_left(monkeypatc
     assert gauge.left() == 400 + 500 - 300 - 200
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 0.6, raising=False)
     assert gauge.left() == 100 + 500 - 300 - 200
+
+
+def test_a_batch_is_left_out_as_the_allocator_counts_it() -> None:
+    device = torch.device("meta")
+    batch = {"tokens": torch.empty(65, dtype=torch.int64, device=device), "weights": [torch.empty(1, device=device)]}
+    assert _size_of(batch | {"elsewhere": torch.empty(9)}, device) == 1024 + 512
 
 
 @pytest.mark.parametrize(
