@@ -81,6 +81,7 @@ class MemorySnapshot(Monitor):
             return
         if not self._recording:
             self._recording, self._foreign = True, self._begin()
+        # Unix time: torch converts its events' times to it, by readings of both clocks when the process began and now.
         if not self._marks or self._marks[-1][1] != f"step {step}":
             self._marks.append((time.time() * 1e6, f"step {step}"))
 

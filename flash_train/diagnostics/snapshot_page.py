@@ -34,7 +34,8 @@ def write_snapshot_page(
         first, second: a pickle, or what `torch.cuda.memory._snapshot()` returned.
         names: of the snapshots, for titles; by default the files'.
         device: whose memory is shown; None: of each the one with the most events.
-        marks: (microseconds on the snapshots' clock, text), drawn as lines.
+        marks: (microseconds on the snapshots' clock, which is Unix time, text), drawn as lines; of those before a
+            recording's first event the last, at its beginning.
 
     Raises:
         ValueError: a file is no snapshot, has no recorded allocations, or none of `device`.
@@ -45,10 +46,8 @@ def write_snapshot_page(
     titles = [str(each) if isinstance(each, str | Path) else f"snapshot {index}" for index, each in enumerate(given, 1)]
     titles = [*names, *titles[len(names) :]]
     tables = _sites_table(recordings[0]) if second is None else _differences(*recordings, titles=titles)
-    colours = _colours(recordings)
-    charts = [
-        {"title": title, **_chart(each, colours, list(marks))} for title, each in zip(titles, recordings, strict=True)
-    ]
+    colours, marks = _colours(recordings), list(marks)
+    charts = [{"title": title, **_chart(each, colours, marks)} for title, each in zip(titles, recordings, strict=True)]
     headings = [
         f"<figure><figcaption><b>{html.escape(title)}</b>, device {each.device}: at most {human_bytes(each.peak)} "
         f"({each.events:,} events)</figcaption><canvas></canvas></figure>"
@@ -90,8 +89,16 @@ def _chart(recording: Recording, colours: dict[str, str], marks: list[tuple[floa
         "colours": [*(colours[name] for name in series), "#BBBBBB"],
         "times": [round(time, 6) for time in recording.times],
         "rows": rows,
-        "marks": [[(time - recording.began) / 1e6, text] for time, text in marks],
+        "marks": _marks(recording, marks),
     }
+
+
+def _marks(recording: Recording, marks: list[tuple[float, str]]) -> list[tuple[float, str]]:
+    """In seconds since the first event. A step begins before its first event; and where the oldest events are lost,
+    the recording begins within a step, whose name is the last before it."""
+    seconds = sorted(((time - recording.began) / 1e6, text) for time, text in marks)
+    before = [(0.0, text) for time, text in seconds if time < 0]
+    return before[-1:] + [mark for mark in seconds if mark[0] >= 0]
 
 
 def _sites_table(recording: Recording) -> str:
