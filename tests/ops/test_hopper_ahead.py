@@ -52,9 +52,8 @@ def forward(
 )
 def test_the_forward_compiles_without_a_spill_or_a_product_that_waits(mask, sizes, persistent, soft_cap):
     D, E = sizes
-    kernel = forward(mask, D, E, "fp16" if mask == "window" else "bf16", persistent, soft_cap)
+    kernel = forward(mask, D, E, "fp16" if mask == "window" and not persistent else "bf16", persistent, soft_cap)
     said = verdict(kernel)
     assert kernel.metadata.shared <= SHARED_BYTES
-    allowed = 12 if mask == "window" and persistent else 0  # bytes a thread, none inside a loop
-    assert said.spilled <= allowed and said.warnings == []
+    assert said.spilled == 0 and said.warnings == []
     assert "setmaxnreg" in kernel.asm["ptx"], "no registers move from the producer to the consumers"
