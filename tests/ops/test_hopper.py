@@ -9,7 +9,7 @@ from flash_train.ops import choice
 from flash_train.ops.attention import Mask, Score, choose_implementation, flash_attention, flash_attention_with_lse
 from flash_train.ops.features import UNBOUNDED, Terms
 from flash_train.ops.kernels.hopper import forward
-from flash_train.ops.kernels.hopper.forward import Numbers
+from flash_train.ops.kernels.hopper.forward_fetch import Numbers
 from flash_train.ops.kernels.hopper.places import key_tile, key_tiles
 from tests.ops.cases import Case, inputs
 from tests.ops.errors import check, results

@@ -9,7 +9,8 @@ from flash_train.ops import choice
 from flash_train.ops.attention import Mask, Score, flash_attention_with_lse
 from flash_train.ops.features import UNBOUNDED, Terms
 from flash_train.ops.kernels.hopper import backward, backward_wide, derivative, rows
-from flash_train.ops.kernels.hopper.backward import Numbers, hopper_backward_kernel
+from flash_train.ops.kernels.hopper.backward import hopper_backward_kernel
+from flash_train.ops.kernels.hopper.backward_fetch import Numbers
 from flash_train.ops.kernels.hopper.backward_wide import hopper_wide_backward_kernel
 from flash_train.ops.kernels.hopper.derivative import hopper_backward
 from flash_train.ops.kernels.hopper.places import later_keys, query_tiles

@@ -15,18 +15,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flash_train.ops.kernels.hopper.backward import (
-    BOTH,
-    FREE,
-    NEVER,
-    Numbers,
-    await_turn,
-    make_rings,
-    pass_turn,
-    probabilities,
-    produce,
-    spread,
-)
+from flash_train.ops.kernels.hopper.backward import BOTH, NEVER, await_turn, pass_turn, probabilities, spread
+from flash_train.ops.kernels.hopper.backward_fetch import FREE, Numbers, make_rings, produce
 from flash_train.ops.kernels.hopper.places import locate, query_tiles
 from flash_train.ops.kernels.hopper.shim import bar_arrive, bar_sync, reduce_add, store, view
 

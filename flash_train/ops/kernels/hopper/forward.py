@@ -12,7 +12,6 @@ few are), and the tile is computed again with every maximum.
 """
 
 import functools
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flash_train.ops.features import Terms
+from flash_train.ops.kernels.hopper.forward_fetch import Numbers, Rings, produce
 from flash_train.ops.kernels.hopper.masks import hide
 from flash_train.ops.kernels.hopper.places import key_tile, key_tiles, locate
 from flash_train.ops.kernels.hopper.shim import (
@@ -34,9 +34,7 @@ from flash_train.ops.kernels.hopper.shim import (
     bar_sync,
     describe,
     exp2,
-    fetch_add,
     in_pairs,
-    load,
     rescale,
     store,
     stored,
@@ -54,128 +52,6 @@ SLACK = gl.constexpr(8.0)
 log2: exponentials are at most 2^8 then, which fp16 holds, and most steps rescale nothing."""
 TURNS = gl.constexpr(8)
 """The first of the named barriers at which consumers wait for their turn."""
-
-
-class Rings(NamedTuple):
-    """Tiles in shared memory, and the barriers that say of each whether it is full or empty."""
-
-    tile: Any
-    """One integer: which tile the queries are of, if programs walk; more than there are behind the last. Tile i that
-    is done again, with every maximum, is -1 - i."""
-    sums: Any
-    """Of each row's exponentials, if maxima are left out."""
-    q: Any
-    k: Any
-    v: Any
-    output: Any
-    q_full: Any
-    q_empty: Any
-    k_full: Any
-    k_empty: Any
-    v_full: Any
-    v_empty: Any
-
-
-class Numbers(NamedTuple):
-    """What the kernel is called with."""
-
-    heads: Any
-    """B H"""
-    H: Any
-    group: Any
-    """H / G"""
-    T: Any
-    S: Any
-    left: Any
-    right: Any
-    shift: Any
-    """Query t stands beside key t + shift."""
-    scale: Any
-    """Of the scores, or of their tanh under a soft cap, in units of log2."""
-    inner: Any
-    """Under a soft cap: of the scores, whose tanh is then taken."""
-
-
-@gluon.jit
-def _fetch(x, tiles, full, empty, number, b, g, first, ROWS: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr):
-    """Rows from `first` on into tile `number` of a ring, as soon as that is empty."""
-    stage = number % STAGES
-    mbarrier.wait(empty.index(stage), ((number // STAGES) & 1) ^ 1)
-    mbarrier.expect(full.index(stage), x.block_type.nbytes)
-    load(x, [b, g, first, 0], full.index(stage), view(tiles.index(stage), x.dtype, [1, 1, ROWS, WIDTH], x.layout))
-
-
-@gluon.jit
-def _produce_tile(q, k, v, rings, tile, done, n, MASK: gl.constexpr, BLOCK_S: gl.constexpr, D: gl.constexpr,
-                  E: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """Queries of a tile, then its keys and values. Keys are needed, and freed, one step earlier than values, and are
-    fetched one step earlier. Returns how many tiles of keys the rings have seen."""
-    BLOCK_T: gl.constexpr = CONSUMERS * 64
-    block, head = locate(tile, gl.cdiv(n.T, BLOCK_T), n.heads, MASK != "full")
-    b = head // n.H
-    h = head - b * n.H
-    tiles = key_tiles(block, n, BLOCK_T, BLOCK_S, MASK)
-    count = tiles[3]
-    first = (tiles[0] - 1) * BLOCK_S
-    g = h // n.group
-    for i in gl.static_range(CONSUMERS):
-        mbarrier.expect(rings.q_full.index(i), q.block_type.nbytes)
-        load(q, [b, h, block * BLOCK_T + i * 64, 0], rings.q_full.index(i),
-             view(rings.q.index(i), q.dtype, [1, 1, 64, D], q.layout))  # fmt: skip
-    _fetch(k, rings.k, rings.k_full, rings.k_empty, done, b, g, first, BLOCK_S, D, STAGES)
-    for i in range(1, count):
-        before = first
-        first = key_tile(i, tiles, MASK) * BLOCK_S
-        _fetch(k, rings.k, rings.k_full, rings.k_empty, done + i, b, g, first, BLOCK_S, D, STAGES)
-        _fetch(v, rings.v, rings.v_full, rings.v_empty, done + i - 1, b, g, before, BLOCK_S, E, STAGES)
-    _fetch(v, rings.v, rings.v_full, rings.v_empty, done + count - 1, b, g, first, BLOCK_S, E, STAGES)
-    return done + count
-
-
-@gluon.jit
-def _tell(rings, tile):
-    """The consumers' next tile."""
-    rings.tile.store(gl.full([1], tile, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-
-
-@gluon.jit
-def _overflowed(rings, CONSUMERS: gl.constexpr):
-    """Whether a row's sum is too large, or not a number."""
-    ROWS: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
-    fine = rings.sums.index(0).load(ROWS) < MANY
-    for i in gl.static_range(1, CONSUMERS):
-        fine = fine & (rings.sums.index(i).load(ROWS) < MANY)
-    return gl.min(fine.to(gl.int32), 0) == 0
-
-
-@gluon.jit
-def _produce(q, k, v, counter, rings, n, MASK: gl.constexpr, BLOCK_S: gl.constexpr, D: gl.constexpr, E: gl.constexpr,
-             CONSUMERS: gl.constexpr, STAGES: gl.constexpr, PERSISTENT: gl.constexpr,
-             FIXED_MAX: gl.constexpr):  # fmt: skip
-    """The warp that fetches."""
-    tile = gl.program_id(0)
-    if PERSISTENT:
-        done = 0
-        turn = 0
-        following = tile
-        while tile < gl.cdiv(n.T, CONSUMERS * 64) * n.heads:
-            _tell(rings, tile)
-            done = _produce_tile(q, k, v, rings, gl.where(tile < 0, -1 - tile, tile), done, n, MASK, BLOCK_S, D, E,
-                                 CONSUMERS, STAGES)  # fmt: skip
-            if tile >= 0:
-                following = gl.num_programs(0) + fetch_add(counter)
-            for i in gl.static_range(CONSUMERS):  # until the queries are read
-                mbarrier.wait(rings.q_empty.index(i), turn & 1)
-            turn += 1
-            again = False
-            if FIXED_MAX:
-                again = (tile >= 0) & _overflowed(rings, CONSUMERS)
-            tile = gl.where(again, -1 - tile, following)
-        _tell(rings, tile)
-        for i in gl.static_range(CONSUMERS):
-            mbarrier.arrive(rings.q_full.index(i))
-    else:
-        _produce_tile(q, k, v, rings, tile, 0, n, MASK, BLOCK_S, D, E, CONSUMERS, STAGES)
 
 
 @gluon.jit
@@ -414,7 +290,7 @@ def hopper_forward_kernel(q, k, v, output, lse, counter, heads, H, group, T, S, 
                         PERSISTENT, FIXED_MAX, OWN_OUTPUT)),
             (_consume, (output, lse, rings, n, gl.constexpr(1), MASK, SOFT_CAP, BLOCK_S, E, CONSUMERS, STAGES,
                         PERSISTENT, FIXED_MAX, OWN_OUTPUT)),
-            (_produce, (q, k, v, counter, rings, n, MASK, BLOCK_S, D, E, CONSUMERS, STAGES, PERSISTENT, FIXED_MAX)),
+            (produce, (q, k, v, counter, rings, n, MASK, BLOCK_S, D, E, CONSUMERS, STAGES, PERSISTENT, FIXED_MAX)),
         ], [4, 1], [REGISTERS, FEW_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
@@ -424,7 +300,7 @@ def hopper_forward_kernel(q, k, v, output, lse, counter, heads, H, group, T, S, 
                         PERSISTENT, FIXED_MAX, OWN_OUTPUT)),
             (_consume, (output, lse, rings, n, gl.constexpr(2), MASK, SOFT_CAP, BLOCK_S, E, CONSUMERS, STAGES,
                         PERSISTENT, FIXED_MAX, OWN_OUTPUT)),
-            (_produce, (q, k, v, counter, rings, n, MASK, BLOCK_S, D, E, CONSUMERS, STAGES, PERSISTENT, FIXED_MAX)),
+            (produce, (q, k, v, counter, rings, n, MASK, BLOCK_S, D, E, CONSUMERS, STAGES, PERSISTENT, FIXED_MAX)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, FEW_REGISTERS])  # fmt: skip
 
 

@@ -1,0 +1,131 @@
+"""The warp of the Hopper backwards that fetches, and what it shares with the warpgroups that compute."""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from flash_train.ops.kernels.hopper.places import locate, query_tiles
+from flash_train.ops.kernels.hopper.shim import bar_sync, load, view
+
+FREE = gl.constexpr(9)
+"""The first of the named barriers at which the warp that fetches waits until both warpgroups have read a tile, of q by
+stages, then of dO. A warp that has read is counted and goes on; to arrive at a barrier in shared memory a warpgroup
+would first meet."""
+
+
+class Rings(NamedTuple):
+    """Tiles in shared memory, and the barriers that say of each that it is full."""
+
+    k: Any
+    """This and v: 64 keys a tile, read by both warpgroups; dK and dV take their place in the end."""
+    v: Any
+    q: Any
+    do: Any
+    starts: Any
+    """Beside do: where the sums of S^T and dP^T begin."""
+    ds: Any
+    """dS^T: two pairs of one tile a warpgroup; in `backward_wide.py` each pair is P and dS. One pair is written while
+    the other may still be read."""
+    dq: Any
+    """One tile a warpgroup, on its way to global memory."""
+    k_full: Any
+    v_full: Any
+    q_full: Any
+    do_full: Any
+
+
+class Numbers(NamedTuple):
+    """What the kernel is called with."""
+
+    key_heads: Any
+    """B G"""
+    G: Any
+    group: Any
+    """H / G"""
+    T: Any
+    S: Any
+    left: Any
+    right: Any
+    shift: Any
+    """Query t stands beside key t + shift."""
+    log2_scale: Any
+    """Of the scores, or of their tanh under a soft cap, in units of log2."""
+    scale: Any
+    inner: Any
+    """Under a soft cap: of the scores, whose tanh is then taken."""
+
+
+@gluon.jit
+def produce(q, k, v, do, starts, rings, n, MASK: gl.constexpr, KEYS: gl.constexpr, BLOCK_T: gl.constexpr,
+            W: gl.constexpr, STAGES: gl.constexpr, DO_STAGES: gl.constexpr, ORDERED: gl.constexpr):  # fmt: skip
+    """The warp that fetches: keys and values of a program, then the queries that see them and their dO, by heads."""
+    block, key_head = locate(gl.program_id(0), gl.cdiv(n.S, KEYS), n.key_heads, ORDERED)
+    b = key_head // n.G
+    g = key_head - b * n.G
+    start, _, _, end = query_tiles(block, n, BLOCK_T, KEYS, MASK)
+    mbarrier.expect(rings.k_full, KEYS // 64 * k.block_type.nbytes)
+    for part in gl.static_range(KEYS // 64):
+        load(k, [b, g, block * KEYS + part * 64, 0], rings.k_full,
+             view(rings.k.index(part), k.dtype, [1, 1, 64, W], k.layout))  # fmt: skip
+    mbarrier.expect(rings.v_full, KEYS // 64 * v.block_type.nbytes)
+    for part in gl.static_range(KEYS // 64):
+        load(v, [b, g, block * KEYS + part * 64, 0], rings.v_full,
+             view(rings.v.index(part), v.dtype, [1, 1, 64, W], v.layout))  # fmt: skip
+    done = 0  # query tiles
+    for member in range(0, n.group):
+        h = g * n.group + member
+        for i in range(start, end):
+            stage = done % STAGES
+            if done >= STAGES:
+                bar_sync(FREE + stage, 288)
+            mbarrier.expect(rings.q_full.index(stage), q.block_type.nbytes)
+            load(q, [b, h, i * BLOCK_T, 0], rings.q_full.index(stage),
+                 view(rings.q.index(stage), q.dtype, [1, 1, BLOCK_T, W], q.layout))  # fmt: skip
+            stage = done % DO_STAGES
+            if done >= DO_STAGES:
+                bar_sync(FREE + STAGES + stage, 288)
+            mbarrier.expect(rings.do_full.index(stage), do.block_type.nbytes + starts.block_type.nbytes)
+            load(do, [b, h, i * BLOCK_T, 0], rings.do_full.index(stage),
+                 view(rings.do.index(stage), do.dtype, [1, 1, BLOCK_T, W], do.layout))  # fmt: skip
+            load(starts, [0, b * n.G * n.group + h, i * BLOCK_T, 0], rings.do_full.index(stage),
+                 view(rings.starts.index(stage), starts.dtype, [1, 1, BLOCK_T, 16], starts.layout))  # fmt: skip
+            done += 1
+    for i in gl.static_range(STAGES):  # no barrier is left half full
+        if done > i:
+            bar_sync(FREE + i, 288)
+    for i in gl.static_range(DO_STAGES):
+        if done > i:
+            bar_sync(FREE + STAGES + i, 288)
+
+
+@gluon.jit
+def make_rings(q, k, v, do, starts, KEY_TILES: gl.constexpr, BLOCK_T: gl.constexpr, W: gl.constexpr,
+               STAGES: gl.constexpr, DO_STAGES: gl.constexpr):  # fmt: skip
+    """Shared memory, and its barriers ready."""
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    SHARED_16: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2)
+    SHARED_32: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    rings = Rings(
+        gl.allocate_shared_memory(k.dtype, [KEY_TILES, 64, W], SHARED),
+        gl.allocate_shared_memory(v.dtype, [KEY_TILES, 64, W], SHARED),
+        gl.allocate_shared_memory(q.dtype, [STAGES, BLOCK_T, W], SHARED),
+        gl.allocate_shared_memory(do.dtype, [DO_STAGES, BLOCK_T, W], SHARED),
+        gl.allocate_shared_memory(starts.dtype, [DO_STAGES, BLOCK_T, 16], SHARED_16),
+        gl.allocate_shared_memory(k.dtype, [4, 64, BLOCK_T], SHARED),
+        gl.allocate_shared_memory(gl.float32, [2, 64, 64], SHARED_32),
+        gl.allocate_shared_memory(gl.int64, [1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [DO_STAGES, 1], BARRIER),
+    )
+    mbarrier.init(rings.k_full, count=1)
+    mbarrier.init(rings.v_full, count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(rings.q_full.index(i), count=1)
+    for i in gl.static_range(DO_STAGES):
+        mbarrier.init(rings.do_full.index(i), count=1)
+    fence_async_shared()
+    return rings
