@@ -17,6 +17,7 @@ SHORTER["flash-train"] += ["validate_every=4", "trainer.limit_val_batches=1"]
 for changes in SHORTER.values():
     changes += ["model.width=24", "model.depth=1", "loggers=csv"]
 SHORTER["flash-tune"] = ["model.width=24", "model.depth=1", "data.sequence_length=33", "learning_rate.steps=20"]
+SHORTER["flash-prepare"] = ["vocabulary_size=300", "validation=0.3", "processes=1"]
 SHORTER["flash-bench"] = ["seconds=1e-6", "rounds=1"]
 SHORTER["flash-plan"] = ["model.width=24", "model.depth=1", "model.heads=2", "vocabulary_size=211", "length_step=4096"]
 
@@ -36,6 +37,12 @@ def run(command: list[str], folder: Path) -> str:
     return answer.stdout
 
 
+def write_texts(folder: Path) -> None:
+    folder.mkdir()
+    for number in range(30):
+        (folder / f"{number}.txt").write_text(f"Text {number} says what texts say, as texts do. " * 9)
+
+
 def test_the_two_commands_come_first():
     assert re.findall(r"^make \w+", blocks("bash")[0], re.MULTILINE) == ["make demo", "make test"]
 
@@ -47,6 +54,11 @@ def test_commands_run(command, tmp_path):
     shorter = [] if "--help" in arguments else SHORTER[name]
     if "-m" in arguments:  # what the recipe says of its own data stays
         shorter = [change for change in shorter if not change.startswith("data.")]
+    if name == "flash-prepare" or "data=tokens" in arguments:
+        write_texts(tmp_path / "texts")
+    if "data=tokens" in arguments:  # which the command before it prepares
+        before = next(command for command in commands() if "output=prepared" in command)
+        run([str(program.with_name("flash-prepare")), *shlex.split(before)[1:], *SHORTER["flash-prepare"]], tmp_path)
     if name == "flash-compare":
         arguments = [argument for argument in arguments if not argument.startswith("lengths=")]
     run([str(program), *arguments, *shorter], tmp_path)

@@ -50,13 +50,16 @@ def prepare(config: dict[str, Any], folder: Path, overrides: list[str]) -> int:
         shard_bytes=config["shard_bytes"],
     )
     output = Path(config["output"]).expanduser()
-    output.mkdir(parents=True, exist_ok=True)
     try:
+        output.mkdir(parents=True, exist_ok=True)
         with alone_in(output, what="preparation", key="output"), _progress() as report:
             dataset = build_corpus(corpus, output, processes=processes, report=report)
     except WorkerDied as error:
         complain("prepare", str(error))
         return ExitCode.FAILURE
+    except OSError as error:  # a full disk as well: what is finished stays
+        complain("prepare", f"cannot write {error.filename or output}: {error.strerror}; give another output=")
+        return ExitCode.BAD_INPUT
     _print(dataset, output)
     return ExitCode.OK
 

@@ -8,6 +8,7 @@ import pytest
 
 from flash_train.commands.train import main
 from flash_train.config import config_root
+from flash_train.training.data.corpus import Corpus, build_corpus
 from tests.commands.conftest import Command
 
 RECIPES = sorted((config_root() / "recipes").glob("*.yaml"))
@@ -54,6 +55,10 @@ def test_a_recipe_says_where_it_runs(recipe: Path) -> None:
 def test_a_recipe_takes_a_step(command: Command, tmp_path: Path, recipe: Path) -> None:
     (tmp_path / "text.txt").write_text("It was a bright cold day in April. " * 50)
     paths = ["data.paths=text.txt"] if "override /data: text" in recipe.read_text() else []
+    if "override /data: tokens" in recipe.read_text():
+        (tmp_path / "lines.txt").write_text("It was a bright cold day in April.\n" * 50)
+        build_corpus(Corpus(["lines.txt"], ["lines.txt"]), tmp_path / "tokens")
+        paths = ["data.paths=tokens"]
     answer = command(main, f"recipes={recipe.stem}", *CUT_DOWN, *paths)
     assert answer.code == 0, answer.err
     found = json.loads((tmp_path / "run" / "result.json").read_text())
