@@ -23,6 +23,7 @@ from flash_train.memory.attribution import Breakdown, Recorder, is_compiled
 from flash_train.memory.cards import ROUNDING
 from flash_train.memory.cuda_rules import inside
 from flash_train.memory.live import CATEGORIES
+from flash_train.memory.step import describe, of_batch
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +124,7 @@ def probe_memory(
     Args:
         module: on its device, in its mode (train or eval); compiled or not.
         batch: what `loss` takes, on the same device.
-        loss: from the batch to the loss, autocast and all; None: the module's `training_step(batch, 0)`.
+        loss: from the batch to the loss, autocast and all; None: the module's `training_step`.
         optimizer: of the module's parameters; None: forward and backward alone.
         warmup: steps before the probed one. With one, the probed step finds an optimizer's state, as training does.
 
@@ -162,7 +163,7 @@ def _take(
     loss = loss["loss"] if isinstance(loss, Mapping) and "loss" in loss else loss
     if not isinstance(loss, Tensor) or not loss.requires_grad or loss.numel() != 1:
         raise ValueError(
-            f"loss must give one number with a gradient, got {_describe(loss)}: "
+            f"loss must give one number with a gradient, got {describe(loss)}: "
             "return what .backward() is to be called on"
         )
     if probe is not None:
@@ -179,20 +180,20 @@ def _take(
         optimizer.step()
 
 
-def _describe(loss: Any) -> str:
-    if not isinstance(loss, Tensor):
-        return type(loss).__name__
-    return f"a tensor of shape {list(loss.shape)}{'' if loss.requires_grad else ' without a gradient'}"
-
-
 def _checked(module: Any, loss: Any, optimizer: Any, warmup: Any) -> Callable[[Any], Any]:
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be an nn.Module, got {type(module).__name__}: give the module, not its class")
+    if any(x.device.type == "meta" for x in (*module.parameters(), *module.buffers())):
+        raise ValueError(
+            f"module must be on a device with memory, and {type(module).__name__} is on meta: predict_peak takes it"
+        )
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"optimizer must be a torch.optim.Optimizer or None, got {type(optimizer).__name__}: "
             "give the optimizer itself, made of the module's parameters"
         )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError("optimizer must take one gradient a step, and LBFGS takes as many as it likes: give another")
     if not isinstance(warmup, int) or isinstance(warmup, bool) or warmup < 0:
         raise ValueError(f"warmup must be a number of steps from 0 on, got {warmup!r}: 1 makes the optimizer's state")
     if callable(loss):
@@ -203,7 +204,7 @@ def _checked(module: Any, loss: Any, optimizer: Any, warmup: Any) -> Callable[[A
             f"loss must be a function from the batch to the loss, got {loss!r}, and {type(module).__name__} "
             f"has {'a' if callable(training_step) else 'no'} training_step: give loss=lambda batch: ..."
         )
-    return lambda batch: training_step(batch, 0)
+    return of_batch(training_step)
 
 
 def _meter_of(device: torch.device, step: int, *, first_step: int = 0) -> Meter | None:

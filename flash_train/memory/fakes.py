@@ -34,12 +34,27 @@ class Fakes(FakeTensorMode):
         return result
 
 
+class Valueless(Exception):
+    """`func` reads what fake tensors have not."""
+
+    def __init__(self, func: str) -> None:
+        super().__init__(func)
+        self.func = func
+
+
 class OnCpu(TorchFunctionMode):
-    """Inside, whoever names an accelerator gets the CPU, which is all that there is."""
+    """Inside, whoever names an accelerator gets the CPU, which is all that there is; a number is written as it is read.
+
+    Raises Valueless for an array of a tensor's values.
+    """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is Tensor.cuda:
+        if function in (Tensor.cuda, Tensor.pin_memory):
             return args[0]
+        if function in (Tensor.numpy, Tensor.__array__):
+            raise Valueless(f"Tensor.{function.__name__}")
+        if function is Tensor.__format__ and args[0].dim() == 0:
+            return format(args[0].item(), args[1])
         return function(*tree_map(_on_cpu, args), **tree_map(_on_cpu, kwargs or {}))
 
 

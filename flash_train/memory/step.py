@@ -12,11 +12,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from flash_train.memory.fakes import DeepCopies, Fakes, OnCpu
+from flash_train.memory.fakes import DeepCopies, Fakes, OnCpu, Valueless
 from flash_train.memory.levers import map_tensors
 from flash_train.memory.live import LiveBytes
+from flash_train.memory.optimizers import configured, fuse, only_optimizer
 
 PRECISIONS: dict[str, tuple[torch.dtype | None, torch.dtype | None]] = {
     "32-true": (None, None),
@@ -29,6 +31,7 @@ PRECISIONS: dict[str, tuple[torch.dtype | None, torch.dtype | None]] = {
 
 OptimizerMaker = Callable[[nn.Module], Optimizer]
 Live = TypeVar("Live", bound=LiveBytes)
+_EITHER = inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 
 class FakeStep:
@@ -79,7 +82,7 @@ class FakeStep:
                     change(self.module)
             self._attach_trainer()
             with self._mode, OnCpu(), _valueless("the optimizer"):
-                self.optimizer = _only(optimizer(self.module) if optimizer else _configured(self.module))
+                self.optimizer = only_optimizer(optimizer(self.module) if optimizer else configured(self.module))
                 self._warm_up(multi_tensor=multi_tensor, fused=fused)
 
     def take(self, batch: Any, live: Callable[[nn.Module], Live]) -> Live:
@@ -90,11 +93,12 @@ class FakeStep:
         with self._mode, OnCpu(), _quiet(), torch.enable_grad():
             batch = map_tensors(self._fake_input, batch)
             counted = self._run(batch, live(self.module))
-            idle = [p for p in self.module.parameters() if p in self.optimizer.state and p not in self._reached]
-            if idle:  # the warm-up gave them what training never does
-                for parameter in idle:
-                    parameter.grad = None
-                    self.optimizer.state.pop(parameter, None)
+            parameters = list(self.module.parameters())
+            idle = [p for p in parameters if p in self.optimizer.state and p not in self._reached]
+            for parameter in idle:  # the warm-up gave them what training never does
+                parameter.grad = None
+                self.optimizer.state.pop(parameter, None)
+            if idle or any(p.grad is not None and p.grad.is_sparse for p in parameters):  # and the warm-up's are dense
                 counted = self._run(batch, live(self.module))
         return counted
 
@@ -115,8 +119,7 @@ class FakeStep:
             try:
                 with counted, self._precision(), _valueless("validation_step"):
                     counted.enter("validation")
-                    answer = step(batch, 0) if len(inspect.signature(step).parameters) > 1 else step(batch)
-                    del answer
+                    of_batch(step)(batch)
             finally:
                 self.module.train()
         return counted
@@ -138,15 +141,12 @@ class FakeStep:
         return live
 
     def _loss(self, batch: Any) -> Tensor:
-        step = self.module.training_step
-        takes_index = len(inspect.signature(step).parameters) > 1
         with self._precision(), _valueless("training_step"):
-            answer = step(batch, 0) if takes_index else step(batch)
+            answer = of_batch(self.module.training_step)(batch)
         loss = answer["loss"] if isinstance(answer, Mapping) and "loss" in answer else answer
-        if not isinstance(loss, Tensor) or not loss.requires_grad:
-            what = "a tensor without a gradient" if isinstance(loss, Tensor) else type(answer).__name__
+        if not isinstance(loss, Tensor) or not loss.requires_grad or loss.numel() != 1:
             raise ValueError(
-                f"training_step must return the loss, or a mapping that holds it under 'loss', got {what}: "
+                f"training_step must return the loss, or a mapping that holds it under 'loss', got {describe(loss)}: "
                 "return what .backward() is to be called on"
             )
         return loss / self._accumulate
@@ -207,7 +207,7 @@ class FakeStep:
     def _warm_up(self, *, multi_tensor: bool, fused: bool) -> None:
         """Gradients and optimizer state as a step before would have left them."""
         if fused:
-            _fuse(self.optimizer)
+            fuse(self.optimizer)
         for group in self.optimizer.param_groups:
             if "capturable" in group:
                 group["capturable"] = False  # it asks for a GPU, and takes no more memory there
@@ -218,6 +218,22 @@ class FakeStep:
                 parameter.register_post_accumulate_grad_hook(self._reached.add)
                 parameter.grad = torch.empty_like(parameter)
         self.optimizer.step()
+
+
+def of_batch(step: Callable[..., Any]) -> Callable[[Any], Any]:
+    """`step`, called with the batch alone: as index 0 goes with it, where Lightning would give one."""
+    kinds = [parameter.kind for parameter in inspect.signature(step).parameters.values()]
+    positional = sum(kind in (inspect.Parameter.POSITIONAL_ONLY, _EITHER) for kind in kinds)
+    if positional > 1 or inspect.Parameter.VAR_POSITIONAL in kinds:
+        return lambda batch: step(batch, 0)
+    return step
+
+
+def describe(loss: Any) -> str:
+    """What is no loss, in words."""
+    if not isinstance(loss, Tensor):
+        return type(loss).__name__
+    return f"a tensor of shape {list(loss.shape)}{'' if loss.requires_grad else ' without a gradient'}"
 
 
 def _check(module: nn.Module, *, precision: str, accumulate: int, gradient_clip: float | None) -> None:
@@ -234,49 +250,17 @@ def _check(module: nn.Module, *, precision: str, accumulate: int, gradient_clip:
             f"module must leave optimization to Lightning, and {name} has automatic_optimization=False: "
             "predict a module whose training_step returns the loss"
         )
+    lazy = [parameter for parameter, tensor in module.named_parameters() if is_lazy(tensor)]
+    if lazy:
+        raise ValueError(
+            f"module must know the shapes of its parameters, and {lazy[0]} waits for a first batch: run one through it"
+        )
     if precision not in PRECISIONS:
         raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
     if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
         raise ValueError(f"accumulate must be a number of micro-batches from 1 on, got {accumulate!r}")
     if gradient_clip is not None and not gradient_clip > 0:
         raise ValueError(f"gradient_clip must be a positive norm or None for no clipping, got {gradient_clip}")
-
-
-def _configured(module: Any) -> Any:
-    configure = getattr(module, "configure_optimizers", None)
-    if not callable(configure):
-        raise ValueError(
-            f"there must be an optimizer, and {type(module).__name__} has no configure_optimizers: "
-            "give optimizer=lambda module: torch.optim.AdamW(module.parameters())"
-        )
-    return configure()
-
-
-def _only(configured: Any) -> Optimizer:
-    """The one optimizer in what Lightning lets `configure_optimizers` return."""
-    found = configured
-    if isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], list):
-        found = found[0]  # (optimizers, schedulers)
-    if isinstance(found, list | tuple) and len(found) == 1:
-        found = found[0]
-    if isinstance(found, Mapping) and "optimizer" in found:
-        found = found["optimizer"]
-    if isinstance(found, torch.optim.LBFGS):
-        raise ValueError(
-            "the optimizer must take one gradient a step, and LBFGS takes as many as it likes: give another"
-        )
-    if not isinstance(found, Optimizer):
-        raise ValueError(
-            f"there must be one optimizer, got {found!r}: return one from configure_optimizers, or give optimizer="
-        )
-    return found
-
-
-def _fuse(optimizer: Optimizer) -> None:
-    if any("fused" not in group for group in optimizer.param_groups):
-        raise ValueError(f"fused must be left out for {type(optimizer).__name__}, which has no fused step")
-    for group in optimizer.param_groups:
-        group |= {"fused": True, "foreach": False}
 
 
 def _lightning_package(module: nn.Module) -> str | None:
@@ -292,10 +276,10 @@ def _valueless(what: str) -> Iterator[None]:
     """Say what it means when fake tensors are asked for what they have not."""
     try:
         yield
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+    except (DataDependentOutputException, DynamicOutputShapeException, Valueless) as error:
         raise ValueError(
             f"{what} must not depend on the values of tensors, and {error.func} does: a prediction has none; leave out "
-            "nonzero(), boolean indexing, and .item() of whole numbers and truth values"
+            "nonzero(), boolean indexing, .numpy(), and .item() of whole numbers and truth values"
         ) from error
 
 

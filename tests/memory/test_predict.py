@@ -7,12 +7,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from flash_train.diagnostics.probe import probe_memory
 from flash_train.memory import cuda_rules, predict
 from flash_train.memory.cards import CARDS, GIB
 from flash_train.memory.fakes import Fakes
@@ -216,6 +218,21 @@ class Silent(nn.Linear):
         return None
 
 
+class Many(nn.Linear):
+    def training_step(self, batch):
+        return self.weight.sum(0)
+
+
+class Lazy(nn.LazyLinear):
+    def training_step(self, batch):
+        return self(batch["inputs"].float()).mean()
+
+
+class Exporting(Language):
+    def training_step(self, batch):
+        return super().training_step(batch) * len(np.asarray(batch["inputs"]))
+
+
 class ByHand(Foreign):
     def __init__(self) -> None:
         super().__init__()
@@ -240,7 +257,10 @@ class ByHand(Foreign):
             {"optimizer": lambda m: torch.optim.LBFGS(m.parameters())},
             r"LBFGS takes as many as it likes",
         ),
+        (Exporting("naive"), {}, r"training_step must not depend on .*, and Tensor.__array__ does"),
         (Silent(2, 2), {}, r"training_step must return the loss, .*, got NoneType"),
+        (Many(2, 2), {}, r"training_step must return the loss, .*, got a tensor of shape \[2\]:"),
+        (Lazy(2), {}, r"know the shapes of its parameters, and weight waits for a first batch: run one through it"),
         (Language("naive"), {"precision": "bf16"}, r"precision must be one of 32-true, .*, got 'bf16'"),
         (Language("naive"), {"accumulate": 0}, r"accumulate must be a number of micro-batches from 1 on, got 0"),
         (Language("naive"), {"gradient_clip": -1.0}, r"gradient_clip must be a positive norm or None .*, got -1.0"),
@@ -257,13 +277,47 @@ class Naming(Language):
 
     def training_step(self, batch):
         loss = super().training_step({name: tensor.cuda() for name, tensor in batch.items()})
-        self.seen = loss.item()
+        self.seen = f"{loss.item()} {loss:.2f}"
         return loss * torch.ones((), device="cuda") + torch.zeros(1).to("cuda:0").sum()
 
 
 def test_code_that_names_a_gpu_and_reads_its_loss_is_predicted() -> None:
     plain, naming = (predict_peak(make("naive"), tokens(), optimizer=adam) for make in (Language, Naming))
     assert 0 <= naming.peak - plain.peak <= 6 * 512
+
+
+class Options(nn.Linear):
+    def __init__(self, step: Any) -> None:
+        super().__init__(8, 8)
+        self.training_step = step.__get__(self)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda self, batch: self(batch).sum(),
+        lambda self, batch, index: self(batch)[index].sum(),
+        lambda self, batch, *, scale=2.0: scale * self(batch).sum(),
+        lambda self, batch, **options: self(batch).sum(),
+        lambda self, *arguments: self(arguments[0])[arguments[1]].sum(),
+    ],
+    ids=["batch", "index", "keyword", "keywords", "arguments"],
+)
+def test_a_training_step_gets_an_index_where_lightning_gives_one(step: Any) -> None:
+    module, batch = Options(step), torch.ones(4, 8)
+    assert predict_peak(module, batch, optimizer=adam, device="cpu").peak > 0
+    assert probe_memory(module, batch, optimizer=adam(module)).peak.measured > 0
+
+
+def test_sparse_gradients_are_as_small_as_they_are() -> None:
+    class Sparse(nn.Embedding):
+        def training_step(self, batch):
+            return self(batch).sum()
+
+    module, batch = Sparse(5000, 64, sparse=True), torch.randint(5000, (2, 3))
+    predicted = predict_peak(module, batch, optimizer=lambda m: torch.optim.SGD(m.parameters()), device="cpu")
+    real = probe_memory(module, batch, optimizer=torch.optim.SGD(module.parameters()))
+    assert predicted.peak == pytest.approx(real.peak.measured, abs=4096)  # the table has 1.3 MB
 
 
 def test_a_tensor_on_a_gpu_that_comes_about_all_the_same_is_an_error_and_not_the_end() -> None:
