@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch._C._autograd import _profiler_enabled
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from flash_train.memory.live import parts_of
+
 _MARK = "flash_train.diagnostics/"
 _BEGIN = "begin/"
 
@@ -81,7 +83,7 @@ def storages(held: Iterable[Any]) -> dict[int, int]:
     """Address -> bytes of the CPU tensors reachable from `held`.
 
     Looks into modules (parameters, buffers, tensors kept as plain attributes), optimizers (their state), gradients,
-    mappings, lists, tuples and sets. A tensor that is a view counts its whole storage.
+    mappings, lists, tuples, sets and dataclasses. A tensor that is a view counts its whole storage.
     """
     found: dict[int, int] = {}
     seen: set[int] = set()
@@ -101,10 +103,8 @@ def storages(held: Iterable[Any]) -> dict[int, int]:
                 stack.extend(value for value in vars(module).values() if isinstance(value, (Tensor, list, tuple)))
         elif isinstance(item, torch.optim.Optimizer):
             stack.extend((item.state, item.param_groups))
-        elif isinstance(item, dict):
-            stack.extend(item.values())
-        elif isinstance(item, (list, tuple, set)):
-            stack.extend(item)
+        else:
+            stack.extend(parts_of(item))
     return found
 
 

@@ -25,8 +25,8 @@ def map_tensors(change: Callable[[Tensor], Any], batch: Any) -> Any:
             return new
         if hasattr(x, "__dataclass_fields__") and not isinstance(x, type):
             new = copy.copy(x)
-            for name, value in vars(x).items():
-                object.__setattr__(new, name, map_tensors(change, value))
+            for name in x.__dataclass_fields__:
+                object.__setattr__(new, name, map_tensors(change, getattr(x, name, None)))
             return new
         return x
 

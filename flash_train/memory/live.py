@@ -4,6 +4,7 @@ It says what the caching allocator would say of requested bytes, and more: what 
 """
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -230,13 +231,21 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
         yield from _tensors(list(tree.state.values()))
     elif isinstance(tree, Tensor):
         yield tree
-    elif isinstance(tree, Mapping):
-        yield from _tensors(list(tree.values()))
-    elif isinstance(tree, Iterable) and not isinstance(tree, str | bytes):
-        for item in tree:
+    else:
+        for item in parts_of(tree):
             yield from _tensors(item)
-    elif hasattr(tree, "__dataclass_fields__"):
-        yield from _tensors(list(vars(tree).values()))
+
+
+def parts_of(tree: Any) -> list[Any]:
+    """What a mapping, list, tuple, set, deque or dataclass holds; nothing else, for to look into an iterator uses it up
+    and an array is long."""
+    if isinstance(tree, Mapping):
+        return list(tree.values())
+    if isinstance(tree, list | tuple | set | frozenset | deque):
+        return list(tree)
+    if hasattr(tree, "__dataclass_fields__") and not isinstance(tree, type):
+        return [getattr(tree, name, None) for name in tree.__dataclass_fields__]
+    return []
 
 
 def round_up(size: int, multiple: int) -> int:

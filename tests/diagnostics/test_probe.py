@@ -4,6 +4,8 @@ import csv
 import json
 import logging
 import weakref
+from collections import UserDict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +78,21 @@ def test_bytes_of_a_step_are_exact() -> None:
     assert all(0 <= phase.untracked < 64 for phase in probed.phases.values())  # scalars that operators make inside
     largest = probed.phases["forward"].tensors[0]
     assert (largest.size, largest.count, largest.shape, largest.dtype) == (2 * weights, 2, (OUT, WIDTH), "float32")
+
+
+@dataclass
+class Wrapped:
+    x: Tensor
+    more: Any
+
+
+@pytest.mark.parametrize("wrap", [lambda x: Wrapped(x, iter("ab")), lambda x: UserDict(x=x, more=iter("ab"))])
+def test_a_batch_of_any_kind_is_counted_once_and_never_used_up(wrap: Any) -> None:
+    model, loss = linear()
+    batch = wrap(torch.ones(ROWS, WIDTH))
+    probed = probe_memory(model, batch, loss=lambda b: loss(b.x if isinstance(b, Wrapped) else b["x"]))
+    assert probed.peak.categories["inputs"] == FP32 * ROWS * WIDTH and 0 <= probed.peak.untracked < 64
+    assert list(batch.more if isinstance(batch, Wrapped) else batch["more"]) == ["a", "b"]
 
 
 def test_every_byte_is_in_a_category_a_module_and_a_tensor_and_the_rest_is_untracked() -> None:
@@ -358,6 +375,8 @@ def test_the_sentences_name_the_modules_the_bytes_and_what_flash_saves() -> None
     [
         ({"module": nn.Linear}, TypeError, "module must be an nn.Module, got type: give the module, not its class"),
         ({"optimizer": torch.optim.SGD}, TypeError, "optimizer must be a torch.optim.Optimizer or None, got type"),
+        ({"optimizer": torch.optim.LBFGS([torch.ones(1)])}, ValueError, "and LBFGS takes as many as it likes"),
+        ({"module": nn.Linear(1, 1, device="meta")}, ValueError, "and Linear is on meta: predict_peak takes it"),
         ({"warmup": -1}, ValueError, "warmup must be a number of steps from 0 on, got -1"),
         ({"loss": None}, ValueError, "Linear has no training_step: give loss=lambda batch: ..."),
         ({"loss": lambda x: x}, ValueError, r"got a tensor of shape \[32, 257\] without a gradient"),

@@ -175,7 +175,7 @@ def test_transformers_checkpoints_its_own_models() -> None:
 
 
 def test_a_batch_may_be_any_tree() -> None:
-    @dataclass(frozen=True)
+    @dataclass(frozen=True, slots=True)
     class Sample:
         x: Tensor
         name: str
