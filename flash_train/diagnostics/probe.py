@@ -386,7 +386,11 @@ class MemoryProbe(Monitor):
         print_breakdown(breakdown)
         if self._folder is None:
             return
-        chart = write_files(self._folder, breakdown)[-1]
+        try:
+            chart = write_files(self._folder, breakdown)[-1]
+        except OSError as error:
+            logger.warning("The probe's files could not be written to %s: %s", self._folder, error)
+            return
         for each in trainer.loggers:
             if hasattr(each, "log_image"):
                 image: Any = {"key": "memory/probe/chart", "images": [str(chart)], "step": breakdown.step}

@@ -13,10 +13,11 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 from rich.console import Console
-from tiny_training import RecordingLogger, TinyModule, ValidatedModule, batches, trainer
+from tiny_training import VOCABULARY, RecordingLogger, TinyModule, ValidatedModule, batches, trainer
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.data import DataLoader, Dataset
 
 from flash_train.diagnostics import probe as probe_module
 from flash_train.diagnostics.memory import MemoryMonitor
@@ -231,6 +232,36 @@ def test_all_micro_batches_of_a_step_are_probed_and_validation_between_them_is_n
     assert probed.phases["forward"].categories["gradients"] == weights
     assert probed.phases["backward"].categories["gradients"] >= weights / 2
     assert abs(probed.phases["backward"].untracked) < 0.02 * probed.phases["backward"].measured
+
+
+def test_the_data_set_that_micro_batches_are_cut_from_is_no_part_of_the_step() -> None:
+    probe, tokens = MemoryProbe(step=1), torch.randint(VOCABULARY, (1000, 8))
+    trainer(probe, max_steps=3, accumulate_grad_batches=3).fit(TinyModule(), DataLoader(Rows(tokens), batch_size=2))
+    assert probe.breakdown is not None
+    for phase in probe.breakdown.phases.values():
+        assert 0 <= phase.untracked < 1000 < tokens.nbytes
+
+
+class Rows(Dataset[Any]):
+    def __init__(self, tokens: Tensor) -> None:
+        self.tokens = tokens
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"inputs": self.tokens[index], "targets": self.tokens[index]}
+
+
+def test_a_folder_that_cannot_be_written_costs_the_files_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    probe, recording = MemoryProbe(step=1, folder=tmp_path / "file" / "folder"), RecordingLogger()
+    with caplog.at_level(logging.WARNING):
+        trainer(probe, max_steps=3, logger=recording).fit(TinyModule(), batches(3))
+    assert "The probe's files could not be written" in caplog.text and "stopped measuring" not in caplog.text
+    assert any("memory/probe/peak_gib" in metrics for _, metrics in recording.calls)
 
 
 @pytest.mark.parametrize("in_place", [True, False])
