@@ -4,14 +4,16 @@ import os
 from dataclasses import dataclass
 
 import torch
+import torch._functorch.config
 from lightning import Callback, Trainer, seed_everything
 from lightning.pytorch.callbacks import Checkpoint, ModelSummary, ProgressBar
 from lightning.pytorch.loggers import Logger
 
 from flash_train.commands.construct import build
-from flash_train.commands.values import Config, check_values, count_devices
+from flash_train.commands.values import Config, check_precision, check_values, count_devices
 from flash_train.models.gpt import GPT
 from flash_train.training.data import TokenData
+from flash_train.training.float8 import convert_to_float8
 from flash_train.training.module import LanguageModel
 
 
@@ -69,9 +71,15 @@ def build_module(
             "vocabulary_size": vocabulary_size(config, data),
             "context_length": context_length or config["data"]["sequence_length"],
             "implementation": config["attention"]["implementation"],
+            "vocabulary_multiple": config["vocabulary_multiple"],
             "checkpointing": config["checkpointing"]["granularity"],
+            "checkpoint_every": config["checkpointing"]["every"],
+            "half_residual": config["precision"]["residual"] == "bf16",
         },
     )
+    if config["precision"]["fp8"] is not None:
+        convert_to_float8(model, config["precision"]["fp8"])
+    set_memory_budget(config["compile"])
     return LanguageModel(
         model,
         optimizer=build(config["optimizer"], key="optimizer"),
@@ -84,6 +92,11 @@ def build_module(
         flops_per_token=model.flops_per_token(config["data"]["sequence_length"]),
         run_config=run_config,
     )
+
+
+def set_memory_budget(settings: Config) -> None:
+    """Tell torch.compile which share of the activations it may keep. It asks when it compiles, in the first step."""
+    torch._functorch.config.activation_memory_budget = settings["memory_budget"] if settings["enabled"] else 1.0
 
 
 def vocabulary_size(config: Config, data: TokenData) -> int:
@@ -132,6 +145,7 @@ def _start_wandb_offline() -> None:
 
 def build_trainer(config: Config, *, callbacks: list[Callback], loggers: list[Logger]) -> Trainer:
     """Lightning's trainer. What the callbacks decide (checkpoints, progress, summary) is not decided twice."""
+    check_precision(config)
     accumulation = accumulate(config)
     return build(
         config["trainer"],

@@ -77,7 +77,7 @@ def as_planned(config: dict[str, Any]) -> dict[str, Any]:
     # The GPU need not be there, and the step is predicted as an eager one.
     config = {**config, "trainer": {**config["trainer"], "accelerator": "cpu", "devices": 1}}
     check_values(config)
-    config["compile"] = {**config["compile"], "enabled": False}
+    config["compile"] = {**config["compile"], "enabled": False, "memory_budget": 1.0}
     optimizer = config["optimizer"]
     if optimizer.get("fused", False) is None and not optimizer.get("foreach"):
         config["optimizer"] = {**optimizer, "fused": True}  # as it is where the parameters are on a GPU
@@ -126,11 +126,9 @@ def predictor_of(arm: str, config: dict[str, Any], settings: "Settings", vocabul
 
 def describe_setting(config: dict[str, Any], settings: "Settings") -> str:
     """One line that says what is predicted."""
-    parts = [config["name"], config["precision"]["lightning"], "eager"]
-    if config["checkpointing"]["granularity"] != "none":
-        parts.append("checkpointed blocks")
-    if config["loss"]["chunk_rows"]:
-        parts.append(f"loss in chunks of {config['loss']['chunk_rows']:,} rows")
+    from flash_train.comparison.text import levers
+
+    parts = [config["name"], *levers(config), "eager"]
     if config["batch_tokens"]:
         parts.append(f"{config['batch_tokens']:,} tokens a step")
     capability = ".".join(map(str, settings.card.capability))

@@ -9,18 +9,30 @@ from flash_train.commands.construct import check, check_arguments
 
 Config = dict[str, Any]
 
-_TOP: dict[str, Any] = {"seed": int, "validate_every": int, "gradient_clip": float | None, "resume_from": str | None}
+_TOP: dict[str, Any] = {
+    "seed": int,
+    "vocabulary_multiple": int,
+    "validate_every": int,
+    "gradient_clip": float | None,
+    "resume_from": str | None,
+}
 # Groups that are no call of their own: their values go to the model, the module and the trainer.
 _GROUPS: dict[str, dict[str, Any]] = {
     "attention": {"implementation": str},
-    "checkpointing": {"granularity": str},
+    "checkpointing": {"granularity": str, "every": int},
     "loss": {"chunk_rows": int | None},
     "compile": {
         "enabled": bool,
         "mode": Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"],
+        "memory_budget": float,
     },
-    # torch only warns of a float32_matmul that it does not know, and keeps what it had.
-    "precision": {"lightning": str | int, "float32_matmul": Literal["highest", "high", "medium"]},
+    "precision": {
+        "lightning": str | int,
+        # torch only warns of one that it does not know, and keeps what it had.
+        "float32_matmul": Literal["highest", "high", "medium"],
+        "residual": Literal["fp32", "bf16"],
+        "fp8": Literal["tensorwise", "rowwise"] | None,
+    },
 }
 # Arguments that follow from other keys, and these: given beside them they would be ignored.
 _ELSEWHERE = {
@@ -42,7 +54,10 @@ _ELSEWHERE = {
         "vocabulary_size": "vocabulary_size=V",
         "context_length": "data.sequence_length=T",
         "implementation": "attention=NAME",
+        "vocabulary_multiple": "vocabulary_multiple=64",
         "checkpointing": "checkpointing=block",
+        "checkpoint_every": "checkpointing.every=2",
+        "half_residual": "precision.residual=bf16",
     },
 }
 
@@ -60,6 +75,7 @@ def check_values(config: Config) -> None:
         raise ValueError(f"validate_every must be a positive whole number, got {config['validate_every']}")
     for group, hints in _GROUPS.items():
         check_arguments(config[group], hints, key=group)
+    _check_levers(config)
     for group, elsewhere in _ELSEWHERE.items():
         for name in elsewhere.keys() & config[group].keys():
             raise ValueError(f"{group}.{name} follows from other settings and cannot be given; see {elsewhere[name]}")
@@ -70,6 +86,45 @@ def check_values(config: Config) -> None:
             if node is not None:
                 check(node, key=f"{group}.{name}")
     check_device(config["trainer"])
+
+
+def _check_levers(config: Config) -> None:
+    precision, budget = config["precision"], config["compile"]["memory_budget"]
+    if not 0.0 <= budget <= 1.0:
+        raise ValueError(f"compile.memory_budget must be a share of the activations from 0 to 1, got {budget}")
+    if budget < 1.0 and not config["compile"]["enabled"]:
+        raise ValueError("compile.memory_budget is the compiler's; give compile=on with it, or checkpointing=selective")
+    if precision["residual"] == "bf16" and precision["lightning"] not in ("bf16-mixed", "bf16-true"):
+        raise ValueError(
+            f"precision.residual=bf16 needs a model that computes in bf16, got precision.lightning="
+            f"{precision['lightning']}; choose precision=bf16_mixed"
+        )
+    if precision["fp8"] is not None and precision["lightning"] not in ("bf16-mixed", "bf16-true"):
+        raise ValueError(
+            f"precision.fp8 goes with bf16, got precision.lightning={precision['lightning']}; choose precision=fp8"
+        )
+
+
+def check_precision(config: Config) -> None:
+    """Raise ValueError for a precision that the device does not have: Lightning would take another, or torch fail."""
+    precision, on_cpu = config["precision"], config["trainer"]["accelerator"] == "cpu"
+    if on_cpu and precision["lightning"] in ("16-mixed", "16-true"):
+        raise ValueError(
+            "fp16 needs a GPU: on a CPU Lightning would take bf16 in its place; choose precision=bf16_mixed"
+        )
+    if precision["fp8"] is not None:
+        if on_cpu or torch.cuda.get_device_capability() < (8, 9):
+            what = "a CPU" if on_cpu else torch.cuda.get_device_name()
+            raise ValueError(
+                f"fp8 needs a GPU of compute capability 8.9 or later (Ada, Hopper), and this is {what}; choose "
+                "precision=bf16_mixed"
+            )
+        tokens = config["data"]["batch_size"] * config["data"]["sequence_length"]
+        if tokens % 16:
+            raise ValueError(
+                f"fp8 products need a multiple of 16 tokens in a micro-batch, got data.batch_size x "
+                f"data.sequence_length = {tokens}; change one of them"
+            )
 
 
 def check_device(trainer: Mapping[str, Any]) -> None:

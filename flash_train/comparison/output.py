@@ -16,7 +16,7 @@ from flash_train.comparison.conduct import Comparison
 from flash_train.comparison.report import report_html
 from flash_train.comparison.results import Row, write_csv, write_json
 from flash_train.comparison.table import print_lines, print_table
-from flash_train.comparison.text import human_count
+from flash_train.comparison.text import human_count, levers
 
 CHARTS = {
     "memory": "Peak allocated memory by sequence length",
@@ -71,9 +71,7 @@ def describe_setting(comparison: Comparison, children: Children) -> str:
     size = [f"{human_count(parameters)} parameters"] if parameters else []
     rows, tokens = config["data"]["batch_size"], settings.micro_batch_tokens
     batch = f"{tokens:,} tokens" if tokens else f"{rows} {'row' if rows == 1 else 'rows'}"
-    parts = [config["name"], *size, config["precision"]["lightning"], f"{batch} a micro-batch"]
-    if chunk_rows := config["loss"]["chunk_rows"]:
-        parts.append(f"loss in chunks of {chunk_rows:,} rows")
+    parts = [config["name"], *size, *levers(config), f"{batch} a micro-batch"]
     return f"{', '.join(parts)}; {_device(comparison)}"
 
 

@@ -1,5 +1,8 @@
 """Numbers as people read them, and strings as Hydra does."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from flash_train.memory.sizes import human_bytes as human_bytes
 
 
@@ -31,3 +34,26 @@ def quoted(value: object) -> str:
     """`value` as a quoted string of Hydra's override grammar, so that it may hold blanks, commas or '='."""
     text = str(value).replace("\\", "\\\\").replace("'", "\\'")
     return f"'{text}'"
+
+
+def levers(config: Mapping[str, Any]) -> list[str]:
+    """What in a run's configuration changes its memory or speed and not the model, in a few words each."""
+    precision, checkpointing, compiled = config["precision"], config["checkpointing"], config["compile"]
+    parts = [precision["lightning"]]
+    if precision["residual"] == "bf16" and precision["lightning"] == "bf16-mixed":
+        parts.append("bf16 residual")
+    if precision["fp8"]:
+        parts.append(f"linear layers in fp8 ({precision['fp8']})")
+    if compiled["enabled"]:
+        share = compiled["memory_budget"]
+        parts.append("compiled" if share == 1.0 else f"compiled to keep {share:g} of its activations")
+    if checkpointing["granularity"] != "none":
+        each = checkpointing["every"]
+        which = "each block" if each == 1 else f"one block in {each}"
+        kept = ", attention's results kept" if checkpointing["granularity"] == "selective" else ""
+        parts.append(f"checkpointing of {which}{kept}")
+    if chunk_rows := config["loss"]["chunk_rows"]:
+        parts.append(f"loss in chunks of {chunk_rows:,} rows")
+    if (multiple := config["vocabulary_multiple"]) != 1:
+        parts.append(f"vocabulary padded to a multiple of {multiple}")
+    return parts

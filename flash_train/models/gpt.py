@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
+from flash_train.models.checkpointing import CHECKPOINTING, run_checkpointed
 from flash_train.models.flops import flops_per_token
 from flash_train.models.initialization import initialize
 from flash_train.models.parameters import parameter_count
@@ -14,13 +14,12 @@ from flash_train.modules.attention import SelfAttention, resolve_heads
 from flash_train.modules.block import Block
 from flash_train.modules.checks import check_choice, check_dropout, check_positive
 from flash_train.modules.feed_forward import make_feed_forward
-from flash_train.modules.norm import make_norm
+from flash_train.modules.norm import make_norm, normalize
 from flash_train.modules.rotary import RotaryEmbedding
 from flash_train.ops.checks import check_flag
 from flash_train.ops.features import UNBOUNDED, Documents
 
 POSITIONS = ("learned", "rotary", "alibi")
-CHECKPOINTING = ("none", "block")
 
 
 class GPT(nn.Module):
@@ -31,6 +30,8 @@ class GPT(nn.Module):
 
     Arguments:
         vocabulary_size: V.
+        vocabulary_multiple: embedding and head have rows up to a multiple of it, for products of matrices whose sizes
+            a GPU likes (64 for GPT-2's V of 50,257). The rows from V on are never read, and drawn as nothing else.
         context_length: the longest sequence that it takes.
         width, depth, heads: C, the number of blocks, and H, a divisor of C.
         kv_heads: G, a divisor of H (default H).
@@ -48,7 +49,10 @@ class GPT(nn.Module):
         dropout: of the embeddings and of each residual branch.
         attention_dropout: of the attention's probabilities.
         implementation: of attention, a name from ``flash_train.ops.attention.IMPLEMENTATIONS``.
-        checkpointing: ``"block"`` stores only the input of each block and computes it again in the backward.
+        checkpointing: ``"block"`` stores only the input of a block and computes it again in the backward,
+            ``"selective"`` stores the output and log-sum-exp of its attention as well.
+        checkpoint_every: of the blocks each so many-th is checkpointed, the first among them.
+        half_residual: under autocast the residual stream has autocast's dtype, bf16 say, in place of the weights'.
 
     Raises ``ValueError`` for sizes that do not fit together, numbers out of range and unknown names, and ``TypeError``
     for arguments of another class.
@@ -79,25 +83,35 @@ class GPT(nn.Module):
         attention_dropout: float = 0.0,
         implementation: str = "flash",
         checkpointing: str = "none",
+        checkpoint_every: int = 1,
+        half_residual: bool = False,
+        vocabulary_multiple: int = 1,
     ) -> None:
         super().__init__()
         check_positive("vocabulary_size", vocabulary_size)
+        check_positive("vocabulary_multiple", vocabulary_multiple)
         check_positive("context_length", context_length)
         check_positive("depth", depth)
         check_dropout("dropout", dropout)
         check_flag("tied_embeddings", tied_embeddings)
         check_choice("positions", positions, POSITIONS)
         check_choice("checkpointing", checkpointing, CHECKPOINTING)
+        check_positive("checkpoint_every", checkpoint_every)
+        check_flag("half_residual", half_residual)
+        self.vocabulary_size = vocabulary_size
         self.context_length = context_length
         self.width = width
         self.depth = depth
         self.windows = windows_by_layer(window, depth)
         self.implementation = implementation
         self.checkpointing = checkpointing
+        self.checkpoint_every = checkpoint_every
+        self.half_residual = half_residual
 
+        rows = -(-vocabulary_size // vocabulary_multiple) * vocabulary_multiple
         _, _, head_size = resolve_heads(width, heads, kv_heads, None)
         rotary = RotaryEmbedding(head_size, context_length) if positions == "rotary" else None
-        self.token_embedding = nn.Embedding(vocabulary_size, width)
+        self.token_embedding = nn.Embedding(rows, width)
         self.position_embedding = nn.Embedding(context_length, width) if positions == "learned" else None
         self.embedding_dropout = nn.Dropout(dropout)
 
@@ -113,19 +127,19 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(make_block(window) for window in self.windows)
         self.final_norm = make_norm(norm, width, bias=bias)
         # A tied head is no module of its own: two modules that share a weight are parted by to_empty().
-        self.head = None if tied_embeddings else nn.Linear(width, vocabulary_size, bias=False)
+        self.head = None if tied_embeddings else nn.Linear(width, rows, bias=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draw all weights anew, in place (see ``initialize``)."""
-        initialize(self, depth=self.depth)
+        initialize(self, depth=self.depth, vocabulary_size=self.vocabulary_size)
 
     def forward(
         self,
         tokens: Tensor,
         documents: Tensor | Documents | None = None,
         *,
-        head: Callable[[Tensor, Tensor], Tensor] = F.linear,
+        head: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> Tensor:
         """The logits ``[B, T, V]`` of the token that follows each of ``tokens`` ``[B, T]`` (int64).
 
@@ -135,7 +149,8 @@ class GPT(nn.Module):
 
         ``head`` makes what is returned, of the last hidden states ``[B, T, C]`` and the head's weight ``[V, C]``: the
         logits, or whatever a function of yours makes (a loss that never holds all logits,
-        ``partial(chunked_cross_entropy, targets=targets)``).
+        ``partial(chunked_cross_entropy, targets=targets, classes=model.vocabulary_size)``). Where the vocabulary is
+        padded, the weight that it gets has rows from V on that are no tokens.
 
         Raises ``ValueError`` unless T is at most ``context_length`` and there is an id for each token, and
         ``TypeError`` for documents of another class.
@@ -153,16 +168,20 @@ class GPT(nn.Module):
         x = self.token_embedding(tokens)
         if self.position_embedding is not None:
             x = x + _learned_positions(self.position_embedding, length, documents)
+        if self.half_residual and torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
         x = self.embedding_dropout(x)
-        for block in self.blocks:
-            x = self._run(block, x, documents)
+        for number, block in enumerate(self.blocks):
+            if self.checkpointing == "none" or number % self.checkpoint_every or not torch.is_grad_enabled():
+                x = block(x, documents=documents)
+            else:
+                x = run_checkpointed(self.checkpointing, block, x, documents=documents)
+        x = normalize(self.final_norm, x)
         weight = self.token_embedding.weight if self.head is None else self.head.weight
-        return head(self.final_norm(x), weight)
-
-    def _run(self, block: nn.Module, x: Tensor, documents: Documents | None) -> Tensor:
-        if self.checkpointing == "block" and torch.is_grad_enabled():
-            return checkpoint(block, x, documents=documents, use_reentrant=False)
-        return block(x, documents=documents)
+        if head is not None:
+            return head(x, weight)
+        logits = F.linear(x, weight)
+        return logits if len(weight) == self.vocabulary_size else logits[..., : self.vocabulary_size]
 
     def flops_per_token(self, sequence_length: int) -> int:
         """Floating-point operations per token of a training step at T = ``sequence_length``, by ``flops.py``'s formula.
@@ -170,7 +189,9 @@ class GPT(nn.Module):
         It is ``6 N + 12 L C T`` without windows.
         """
         counts = parameter_count(self)
+        padding = len(self.token_embedding.weight) - self.vocabulary_size  # of the head too, where it is another
         parameters = sum(counts.values()) - counts.get("position embedding", 0)
+        parameters -= padding * self.width * (1 if self.head is None else 2)
         return flops_per_token(
             parameters, windows=self.windows, attention_width=self.width, sequence_length=sequence_length
         )

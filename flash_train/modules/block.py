@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from flash_train.modules.norm import make_norm
+from flash_train.modules.norm import make_norm, normalize
 from flash_train.ops.features import Documents
 
 
@@ -24,6 +24,6 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, *, documents: Tensor | Documents | None = None) -> Tensor:
         """Run the block on ``x`` ``[B, T, C]``; ``documents`` are those of ``SelfAttention``."""
-        normed = self.attention_norm(x)
+        normed = normalize(self.attention_norm, x)
         x = x + (self.attention(normed) if documents is None else self.attention(normed, documents=documents))
-        return x + self.feed_forward(self.feed_forward_norm(x))
+        return x + self.feed_forward(normalize(self.feed_forward_norm, x))

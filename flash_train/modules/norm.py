@@ -1,6 +1,8 @@
 """Normalization layers: torch's own, chosen by name."""
 
-from torch import nn
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from flash_train.modules.checks import check_choice
 
@@ -22,3 +24,18 @@ def make_norm(kind: str, width: int, *, bias: bool = False) -> Norm:
     if kind == "rms":
         return nn.RMSNorm(width, eps=EPSILON)
     return nn.LayerNorm(width, eps=EPSILON, bias=bias)
+
+
+def normalize(norm: Norm, x: Tensor) -> Tensor:
+    """``norm(x)``; for an ``x`` narrower than the gains in its own dtype, with statistics in fp32 as the kernels do.
+
+    Autocast would cast such an ``x`` to fp32, and keep that for the backward: twice what the stream itself takes.
+    """
+    if x.dtype == norm.weight.dtype:
+        return norm(x)
+    with torch.autocast(x.device.type, enabled=False):
+        weight = norm.weight.to(x.dtype)
+        if isinstance(norm, nn.RMSNorm):
+            return F.rms_norm(x, norm.normalized_shape, weight, norm.eps)
+        bias = None if norm.bias is None else norm.bias.to(x.dtype)
+        return F.layer_norm(x, norm.normalized_shape, weight, bias, norm.eps)

@@ -1,5 +1,6 @@
 """The cross-entropy of a linear layer's logits, without ever holding all of them."""
 
+import math
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ def chunked_cross_entropy(
     chunk_rows: int = 2048,
     reduction: str = "mean",
     ignore_index: int = -100,
+    classes: int | None = None,
 ) -> Tensor:
     """``cross_entropy(linear(hidden, weight), targets)``, whose logits exist for ``chunk_rows`` rows at a time.
 
@@ -32,22 +34,26 @@ def chunked_cross_entropy(
     Args:
         hidden: ``[..., C]``, in the weight's dtype; under autocast both are taken in autocast's.
         weight: ``[V, C]``.
-        targets: ``[...]`` int64, from 0 to V - 1, or ``ignore_index``: that row counts for nothing.
+        targets: ``[...]`` int64, from 0 to ``classes`` - 1, or ``ignore_index``: that row counts for nothing.
         chunk_rows: of the rows of ``hidden``; at its peak a chunk takes 8 V (fp32) to 10 V bytes a row (bf16).
         reduction: ``"mean"`` over the targets that count, or ``"sum"``.
+        classes: how many rows of ``weight``, from the first on, are classes (default V): further ones are padding,
+            which has no part in the loss and a gradient of 0.
 
     Returns:
         The loss in nats, a scalar in fp32 (float64 for float64).
 
     Raises:
-        ValueError: shapes or dtypes that do not fit, a ``chunk_rows`` below 1, an unknown reduction.
+        ValueError: shapes or dtypes that do not fit, a ``chunk_rows`` below 1, ``classes`` out of range, an unknown
+            reduction.
     """
     _check(hidden, weight, targets, chunk_rows, reduction)
+    classes = _checked_classes(classes, len(weight))
     dtype = hidden.dtype
     if torch.is_autocast_enabled(hidden.device.type) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(hidden.device.type)
     rows, flat = hidden.flatten(0, -2).to(dtype), targets.flatten()
-    total: Tensor = _ChunkedSum.apply(rows, weight, flat, chunk_rows, ignore_index)  # pyright: ignore[reportAssignmentType]
+    total: Tensor = _ChunkedSum.apply(rows, weight, flat, chunk_rows, ignore_index, classes)  # pyright: ignore[reportAssignmentType]
     return total / (flat != ignore_index).sum() if reduction == "mean" else total
 
 
@@ -59,13 +65,17 @@ class _ChunkedSum(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk_rows: int, ignored: int) -> Tensor:
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk_rows: int, ignored: int, classes: int
+    ) -> Tensor:
         ctx.save_for_backward(hidden, weight, targets)
-        ctx.chunk_rows, ctx.ignored = chunk_rows, ignored
+        ctx.chunk_rows, ctx.ignored, ctx.classes = chunk_rows, ignored, classes
         w = weight.to(hidden.dtype)
         total = torch.zeros((), dtype=_exact(hidden.dtype), device=hidden.device)
         for h, t in zip(hidden.split(chunk_rows), targets.split(chunk_rows), strict=True):
             logits = functional.linear(h, w).to(total.dtype)
+            if classes < len(w):
+                logits[:, classes:] = -math.inf
             total = total + functional.cross_entropy(logits, t, reduction="sum", ignore_index=ignored)
         return total
 
@@ -86,7 +96,10 @@ class _ChunkedSum(torch.autograd.Function):
             h, t = hidden[chunk], targets[chunk]
             # [V, rows], not [rows, V]: a compiler that met the forward's product here again would keep its result,
             # and with it all logits.
-            p = torch.mm(w, h.T).to(grad.dtype).softmax(0)
+            p = torch.mm(w, h.T).to(grad.dtype)
+            if ctx.classes < len(w):
+                p[ctx.classes :] = -math.inf
+            p = p.softmax(0)
             kept = t != ctx.ignored
             index = t.where(kept, 0)[None]
             p.scatter_add_(0, index, torch.full_like(index, -1, dtype=p.dtype))
@@ -95,7 +108,15 @@ class _ChunkedSum(torch.autograd.Function):
                 d_hidden[chunk] = torch.mm(p.T, w)
             if d_weight is not None:
                 d_weight += torch.mm(p, h)
-        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None, None, None
+        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None, None, None, None
+
+
+def _checked_classes(classes: int | None, rows: int) -> int:
+    if classes is None:
+        return rows
+    if not isinstance(classes, int) or isinstance(classes, bool) or not 1 <= classes <= rows:
+        raise ValueError(f"classes must be a number of the weight's rows, from 1 to {rows}, got {classes!r}")
+    return classes
 
 
 def _exact(dtype: torch.dtype) -> torch.dtype:

@@ -10,7 +10,7 @@ from flash_train.comparison.plan import rows_per_micro_batch
 from flash_train.memory.sizes import error_percent
 from flash_train.planning.plan import ArmPlan
 
-_SAME = ("model", "vocabulary_size", "precision", "checkpointing", "loss")
+_SAME = ("model", "vocabulary_size", "vocabulary_multiple", "precision", "checkpointing", "loss")
 _PHASES = ("forward", "backward", "optimizer")
 
 Size = tuple[str, int, int]

@@ -164,8 +164,13 @@ class LanguageModel(LightningModule):
 
     def _cross_entropy(self, batch: Batch, reduction: str) -> Tensor:
         if self.loss_chunk_rows is not None:
-            head = partial(chunked_cross_entropy, targets=batch["targets"], chunk_rows=self.loss_chunk_rows,
-                           reduction=reduction)  # fmt: skip
+            head = partial(
+                chunked_cross_entropy,
+                targets=batch["targets"],
+                chunk_rows=self.loss_chunk_rows,
+                reduction=reduction,
+                classes=getattr(self.model, "vocabulary_size", None),  # the GPT's; its weight may have more rows
+            )
             return self.model(batch["inputs"], batch.get("documents"), head=head)
         logits = self(batch["inputs"], batch.get("documents"))
         # What autocast does by itself; a model whose weights are bf16 would reduce over V in bf16.

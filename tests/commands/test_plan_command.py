@@ -1,5 +1,6 @@
 """flash-plan as a person types it."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -27,12 +28,14 @@ def test_it_plans_a_recipe_without_its_data_or_a_gpu(command: Command, tmp_path:
 
 def test_what_takes_less_memory_goes_further(command: Command, tmp_path: Path) -> None:
     longest = []
-    for changes in ((), ("checkpointing=block",), ("checkpointing=block", "loss=chunked")):
-        answer = command(main, *SMALL, "arms=[flash]", "model.depth=4", "length_step=512", *changes)
+    residual, block = "precision.residual=bf16", "checkpointing=block"
+    for changes in ((), (residual,), (residual, "checkpointing=selective"), (residual, block), (block, "loss=chunked")):
+        answer = command(main, *SMALL, "arms=[flash]", "model.depth=6", "length_step=64", *changes)
         assert answer.code == 0, answer.err
         found = json.loads((tmp_path / "run" / "results.json").read_text())
         longest.append(found["arms"]["flash"]["longest_length"])
-    assert longest[0] < longest[1] < longest[2]
+    assert all(one < more for one, more in itertools.pairwise(longest))
+    assert "checkpointing of each block, loss in chunks of 2,048 rows, eager" in answer.out
 
 
 def test_an_arm_that_refuses_is_named_and_the_others_go_on(command: Command, tmp_path: Path) -> None:

@@ -293,16 +293,23 @@ def test_real_children_train_the_same_model_and_are_judged_without_an_arm_that_d
     assert max(abs(row["prediction_error_percent"]) for row in (naive, flash)) < 1
 
 
-def test_the_peak_of_every_arm_is_predicted_by_the_run_itself(
+def test_every_lever_is_every_arm_s_and_each_run_predicts_its_own_peak(
     flash_compare: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
-    given = ("model=gpt_nano", "arms=[naive,flash]", "lengths=[128]", "steps=4", "loggers=none", "judged_lengths=[]")
-    monkeypatch.setattr(sys, "argv", ["flash-compare", *given, "loss=chunked", "loss.chunk_rows=100", "output=out"])
+    given = ("model=gpt_nano", "arms=[naive,sdpa,flash]", "lengths=[128]", "steps=4", "loggers=none")
+    levers = ("precision=bf16_mixed", "precision.residual=bf16", "checkpointing=selective", "vocabulary_multiple=100",
+              "loss=chunked", "loss.chunk_rows=100", "optimizer=muon", "schedule=wsd")  # fmt: skip
+    monkeypatch.setattr(sys, "argv", ["flash-compare", *given, *levers, "judged_lengths=[]", "output=out"])
     with pytest.raises(SystemExit):
         compare.main()
     found = results(tmp_path / "out")
+    assert {row["arm"] for row in found["rows"] if row["status"] == "ok"} == {"naive", "sdpa", "flash"}
     for row in found["rows"]:
-        assert abs(row["prediction_error_percent"]) < 1, row["arm"]
-    assert "loss in chunks of 100 rows" in found["setting"]
+        # oneDNN's products of bf16 matrices take some memory for themselves, of so small a model 2 %.
+        assert abs(row["prediction_error_percent"]) < 3, row["arm"]
+    said = (
+        "bf16-mixed, bf16 residual, checkpointing of each block, attention's results kept, loss in chunks of 100 rows"
+    )
+    assert f"{said}, vocabulary padded to a multiple of 100" in found["setting"]

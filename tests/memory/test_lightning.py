@@ -21,8 +21,8 @@ RANDOM_STATE = 5056  # bytes that torch.utils.checkpoint keeps for each block, o
 
 def language_model(implementation: str, *, chunk_rows: int | None = None, optimizer: Any = adamw,
                    **options: Any) -> LanguageModel:  # fmt: skip
-    model = GPT(vocabulary_size=211, context_length=256, width=64, depth=DEPTH, heads=4, implementation=implementation,
-                **options)  # fmt: skip
+    sizes = {"vocabulary_size": 211, "context_length": 256, "width": 64, "depth": DEPTH, "heads": 4}
+    model = GPT(**{**sizes, **options}, implementation=implementation)
     return LanguageModel(model, optimizer=partial(optimizer, lr=1e-3), loss_chunk_rows=chunk_rows)
 
 
@@ -32,7 +32,8 @@ def language_model(implementation: str, *, chunk_rows: int | None = None, optimi
     "precision, accumulate, options",
     [
         ("32-true", 1, {}), ("32-true", 2, {}), ("bf16-true", 1, {}), ("32-true", 1, {"chunk_rows": 128}),
-        ("32-true", 1, {"checkpointing": "block"}),
+        ("32-true", 1, {"checkpointing": "block"}), ("32-true", 1, {"checkpointing": "block", "checkpoint_every": 2}),
+        ("32-true", 1, {"checkpointing": "selective"}), ("bf16-mixed", 1, {"half_residual": True}),
     ],
 )  # fmt: skip
 def test_every_phase_of_a_run_is_predicted(
@@ -51,7 +52,8 @@ def test_every_phase_of_a_run_is_predicted(
     predicted = predict_peak(
         language_model(implementation, **options), batch, precision=precision, accumulate=accumulate, device="cpu"
     )  # fmt: skip
-    kept = SCALARS + (DEPTH * RANDOM_STATE if "checkpointing" in options else 0)
+    checkpointed = len(range(0, DEPTH, options.get("checkpoint_every", 1))) if "checkpointing" in options else 0
+    kept = SCALARS + checkpointed * RANDOM_STATE
     for phase, peak in predicted.phases.items():
         assert 0 <= monitor.result()["phases"][phase] - peak.size <= kept, phase
 
@@ -65,6 +67,23 @@ def test_muon_s_state_is_half_of_adamw_s_for_the_matrices_it_takes() -> None:
     matrices = sum(p.numel() for p in language_model("flash").model.blocks.parameters() if p.dim() == 2)  # pyright: ignore
     counters = 512 * 4 * DEPTH  # AdamW counts the steps of each parameter, in a block of its own
     assert states[0] - states[1] == 4 * matrices + counters
+
+
+@pytest.mark.parametrize("implementation", ["naive", "sdpa", "flash"])
+def test_each_lever_takes_off_the_peak_that_is_predicted_for_a_gpu(implementation: str) -> None:
+    batch = {name: torch.empty(8, 256, dtype=torch.int64, device="meta") for name in ("inputs", "targets")}
+
+    def peak(**options: Any) -> int:
+        return predict_peak(language_model(implementation, depth=6, **options), batch, precision="bf16-mixed").peak
+
+    plain, some, selective, block = (
+        peak(checkpointing=kind, checkpoint_every=every)
+        for kind, every in (("none", 1), ("block", 2), ("selective", 1), ("block", 1))
+    )
+    assert plain > some > block and plain > selective >= block
+    assert (selective > block) == (implementation != "naive"), "naive attention has no results to keep"
+    saved = plain - peak(half_residual=True)
+    assert saved > 6 * 2 * 2 * 8 * 256 * 64, "two bytes of each of the twelve norms' inputs"
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])

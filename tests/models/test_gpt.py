@@ -185,7 +185,11 @@ def test_half_precision_and_autocast_stay_near_full_precision(arguments: dict, d
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
-@pytest.mark.parametrize("arguments", [GPT2, FEATURED | {"checkpointing": "block"}], ids=["gpt2", "featured"])
+@pytest.mark.parametrize(
+    "arguments",
+    [GPT2, FEATURED | {"checkpointing": "block"}, LLAMA | {"checkpointing": "selective", "vocabulary_multiple": 16}],
+    ids=["gpt2", "featured", "selective"],
+)
 def test_a_model_compiles_into_one_graph(arguments: dict, packed: bool) -> None:
     torch.compiler.reset()
     model = make(arguments | {"depth": 2})
@@ -254,7 +258,7 @@ def test_flops_do_not_depend_on_the_implementation() -> None:
         ({"window": 2**30}, "window must be a whole number from 0 to 1073741823, .* got 1073741824: "),
         ({"norm": "batch"}, "norm must be one of layer, rms, got 'batch'"),
         ({"feed_forward": "relu"}, "feed_forward must be one of gelu, swiglu, got 'relu'"),
-        ({"checkpointing": "layer"}, "checkpointing must be one of none, block, got 'layer'"),
+        ({"checkpointing": "layer"}, "checkpointing must be one of none, block, selective, got 'layer'"),
         ({"implementation": "fast"}, "implementation must be one of flash, .*, got 'fast'"),
         ({"depth": 0}, "depth must be a positive integer, got 0"),
         ({"vocabulary_size": 0}, "vocabulary_size must be a positive integer, got 0"),
