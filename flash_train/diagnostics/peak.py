@@ -114,7 +114,10 @@ def _uncompiled() -> Iterator[None]:
 
 
 def _checked(device: str | torch.device) -> torch.device:
-    device = torch.device(device)
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device must be cpu or cuda, got {device!r}: torch knows no such") from error
     if device.type == "cpu":
         return device
     if device.type != "cuda":

@@ -54,10 +54,16 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
     mark = item.get_closest_marker(_NAME)
-    if mark is None or _NAME in getattr(item, "fixturenames", ()):
+    if mark is None:
         return (yield)
-    with PeakMemory(item)():
-        return (yield)
+    fixture: Any = getattr(item, "funcargs", {}).get(_NAME)
+    if fixture is None:
+        with PeakMemory(item)():
+            return (yield)
+    result = yield
+    if not fixture.used:
+        pytest.fail(f"{_NAME} measured nothing: the test has the mark and the fixture, and did not use it", False)
+    return result
 
 
 @pytest.fixture
@@ -73,9 +79,18 @@ class PeakMemory:
         mark = item.get_closest_marker(_NAME)
         self._item = item
         self._gate = item.config.stash[_GATE]
-        self._defaults = _defaults(*mark.args, **mark.kwargs) if mark else _defaults()
+        try:
+            self._defaults = _defaults(*mark.args, **mark.kwargs) if mark else _defaults()
+        except TypeError as error:
+            text = f"@pytest.mark.{_NAME} takes a limit, device= and tolerance=, and {str(error).partition(' ')[2]}"
+            raise ValueError(text) from error
         self._measuring = False
         self._names: set[tuple[str, str]] = set()
+
+    @property
+    def used(self) -> bool:
+        """Whether anything was held against a limit or a baseline."""
+        return bool(self._names)
 
     @contextlib.contextmanager
     def __call__(
@@ -161,6 +176,16 @@ def _defaults(limit: Any = None, *, device: str = "cpu", tolerance: float | None
     return {"limit": limit, "device": device, "tolerance": tolerance}
 
 
+def _checked(baseline: Any) -> dict[str, dict[str, int]]:
+    if not isinstance(baseline, dict):
+        raise ValueError(f"it is a {type(baseline).__name__}")
+    for test, sources in baseline.items():
+        sizes = list(sources.values()) if isinstance(sources, dict) else [sources]
+        if not isinstance(sources, dict) or not all(type(size) is int and size > 0 for size in sizes):
+            raise ValueError(f"{test} has {sources!r}")
+    return baseline
+
+
 def _largest(blocks: tuple["Block", ...]) -> str:
     from flash_train.diagnostics.peak import describe_blocks
 
@@ -176,15 +201,17 @@ class Gate:
         self._worker = hasattr(config, "workerinput")  # of pytest-xdist: the reports reach the one that writes
         self._known: dict[str, dict[str, int]] | None = None
         self._found: list[dict[str, Any]] = []
+        self._refusal: str | None = None
 
     @property
     def baseline(self) -> dict[str, dict[str, int]]:
         if self._known is None:
             try:
-                self._known = dict(json.loads(self.path.read_text())) if self.path.exists() else {}
-            except (ValueError, TypeError) as error:
+                self._known = _checked(json.loads(self.path.read_text())) if self.path.exists() else {}
+            except (ValueError, OSError) as error:
                 raise ValueError(
-                    f"{self.path} must hold a JSON object, and does not ({error}): delete it, and run pytest {_UPDATE}"
+                    f"{self.path} must hold {{test: {{source: bytes}}}} as JSON, and does not ({error}): delete it, "
+                    f"and run pytest {_UPDATE}"
                 ) from error
         return self._known
 
@@ -192,19 +219,26 @@ class Gate:
         if report.when == "teardown":
             self._found += [value for name, value in report.user_properties if name == _NAME]  # pyright: ignore
 
-    def pytest_sessionfinish(self) -> None:
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
         measured = [each for each in self._found if each["limit"] is None]
         if not self.updates or self._worker or not measured:
             return
-        peaks = {test: dict(sources) for test, sources in self.baseline.items()}
-        for each in measured:
-            peaks.setdefault(each["test"], {})[each["source"]] = each["bytes"]
-        self.path.write_text(json.dumps(peaks, indent=2, sort_keys=True) + "\n")
+        try:
+            peaks = {test: dict(sources) for test, sources in self.baseline.items()}
+            for each in measured:
+                peaks.setdefault(each["test"], {})[each["source"]] = each["bytes"]
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.write_text(json.dumps(peaks, indent=2, sort_keys=True) + "\n")
+        except (OSError, ValueError) as error:
+            self._refusal = f"no peaks were written to {self.path}: {error}"
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         if self.updates:
             number = sum(each["limit"] is None for each in self._found)
-            if number:
+            if self._refusal is not None:
+                terminalreporter.write_line(self._refusal, red=True)
+            elif number:
                 terminalreporter.write_line(f"{self.path.name}: {number} {'peak' if number == 1 else 'peaks'} written")
             return
         lower = [each for each in self._found if each["baseline"] and each["bytes"] < 0.99 * each["baseline"]]

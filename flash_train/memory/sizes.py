@@ -18,7 +18,8 @@ def parse_bytes(size: Any, *, name: str = "budget") -> int:
         return size
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B)\s*", size) if isinstance(size, str) else None
     if match is None or match[2] not in _PARSED or float(match[1]) == 0:
-        raise ValueError(f"{name} must be a size such as 24GiB, 80GB or a number of bytes, got {size!r}")
+        way = "below a million give the unit" if isinstance(size, int) else f"the unit is one of {', '.join(_PARSED)}"
+        raise ValueError(f"{name} must be a size such as 24GiB, 80GB or a number of bytes, got {size!r}: {way}")
     return int(float(match[1]) * _PARSED[match[2]])
 
 

@@ -6,6 +6,8 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -13,6 +15,7 @@ import torch
 from torch import nn
 
 from flash_train.diagnostics.peak import measured_peak
+from flash_train.diagnostics.pytest_plugin import Gate
 
 PLUGIN = "flash_train.diagnostics.pytest_plugin"
 ROOT = Path(__file__).parents[2]
@@ -70,6 +73,8 @@ NO_GATES = {
     "with peak_memory(limit='40'): pass": "limit must be a size such as 24GiB, 80GB or a number of bytes, got '40'",
     "with peak_memory(tolerance=3): pass": "tolerance must be a share of the baseline from 0 to 1, got 3: 0.01 is 1 %",
     "with peak_memory(device='meta'): pass": "device must be cpu or cuda, got meta",
+    "with peak_memory(device='tpu'): pass": "device must be cpu or cuda, got 'tpu': torch knows no such",
+    "with peak_memory(limit=1000): pass": "or a number of bytes, got 1000: below a million give the unit",
     "with peak_memory(limit='1GiB'): pass": "measured nothing: no tensor was made on cpu",
     "for _ in 1, 2:\n        with peak_memory(limit='1GiB'): torch.ones(3)": "names of their own, got '' twice",
     "with peak_memory(limit='1GiB'): peak_memory.predict(0, 0)": "call predict outside of what is measured",
@@ -136,6 +141,34 @@ def test_what_gates_nothing_fails(tmp_path: Path) -> None:
     found, _ = outcomes(tmp_path, "import torch\n" + "".join(tests))
     for answer, text in zip(found.values(), NO_GATES.values(), strict=True):
         assert text in answer
+
+
+MARKS = {
+    "@pytest.mark.peak_memory('1GiB')\ndef test_0(peak_memory): pass": "has the mark and the fixture, and did",
+    "@pytest.mark.peak_memory(limt='1GiB')\ndef test_1(): pass": "limit, device= and tolerance=, and got an un",
+    "@pytest.mark.peak_memory('1GiB', '2GiB')\ndef test_2(): pass": "device= and tolerance=, and takes from 0 to",
+    "@pytest.mark.peak_memory('1 PiB')\ndef test_3(): pass": "the unit is one of B, KB, KiB",
+}
+
+
+def test_a_mark_that_gates_nothing_fails(tmp_path: Path) -> None:
+    found, _ = outcomes(tmp_path, "import pytest, torch\n" + "\n".join(MARKS))
+    for answer, text in zip(found.values(), MARKS.values(), strict=True):
+        assert text in answer
+
+
+@pytest.mark.parametrize("broken", ["[1]", '{"test_it.py::test_new": 3}', '{"test_it.py::test_new": {"cpu": 0}}', "["])
+def test_a_baseline_file_that_is_none_is_said_to_be(tmp_path: Path, broken: str) -> None:
+    (tmp_path / "baseline.json").write_text(broken)
+    config: Any = SimpleNamespace(rootpath=tmp_path, getini=lambda _: "baseline.json", getoption=lambda _: False)
+    with pytest.raises(ValueError, match=r"baseline.json must hold \{test: \{source: bytes\}\} as JSON, and does not"):
+        Gate(config).baseline  # noqa: B018
+
+
+def test_a_baseline_that_cannot_be_written_fails_the_run_in_a_sentence(tmp_path: Path) -> None:
+    option = "memory_baseline=test_it.py/baseline.json"
+    found, printed = outcomes(tmp_path, BASELINE, "-k", "new", "--update-memory-baseline", "-o", option)
+    assert found == {"test_new": ""} and "no peaks were written to" in printed and "1 passed" in printed
 
 
 def test_a_baseline_is_written_on_demand_and_then_holds_to_the_byte(tmp_path: Path) -> None:
