@@ -26,6 +26,8 @@ def main() -> None:
     files = [file for file in (asked.first, asked.second) if file is not None]
     page = asked.page or asked.first.with_suffix(".html" if len(files) == 1 else ".compared.html")
     try:
+        if any(page.resolve() == file.resolve() for file in files):
+            raise ValueError(f"the page must be another file than the snapshots, got {page}: give --page another.html")
         snapshots = [load_snapshot(file) for file in files]
         write_snapshot_page(page, *snapshots, names=[str(file) for file in files], device=asked.device)
         _print(files, [replay(each, device=asked.device) for each in snapshots])

@@ -16,6 +16,7 @@ Snapshot = Mapping[str, Any]
 BEFORE = "allocated before the recording"
 NO_STACK = "without a Python stack (autograd's backward, for one)"
 _POINTS = 1500
+_COUNTED = ("alloc", "free_requested", "free_completed")
 _INTERNAL = tuple(f"-packages/{name}/" for name in ("torch", "lightning", "pytorch_lightning", "lightning_fabric"))
 _INTERNAL += ("/contextlib.py", "/functools.py")
 
@@ -78,6 +79,9 @@ def check_snapshot(snapshot: Any, name: str) -> Snapshot:
     """Raise ValueError for what holds no allocations, under `name`."""
     if not isinstance(snapshot, Mapping) or not {"segments", "device_traces"} <= set(snapshot):
         raise ValueError(f"{name} must hold a snapshot with segments and device_traces, got {type(snapshot).__name__}")
+    traces = snapshot["device_traces"]
+    if not isinstance(traces, list) or not all(isinstance(trace, list) for trace in traces):
+        raise ValueError(f"{name} must hold a list of events for each device, and does not: record it again")
     if not any(snapshot["device_traces"]):
         raise ValueError(
             f"{name} must have recorded allocations, and has none: call torch.cuda.memory._record_memory_history() "
@@ -145,15 +149,25 @@ class _Replay:
 def replay(snapshot: Snapshot, *, device: int | None = None) -> Recording:
     """The recording of `device`; None: of the one with the most events.
 
-    Raises ValueError for a device without any.
+    Raises ValueError for a device without any, and for events that are not as torch writes them.
     """
+    try:
+        return _replay(snapshot, device)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"a snapshot must be as torch writes it, and in this one an entry is broken "
+            f"({type(error).__name__}: {error}): record it again"
+        ) from error
+
+
+def _replay(snapshot: Snapshot, device: int | None) -> Recording:
     traces: Sequence[Sequence[Mapping[str, Any]]] = snapshot["device_traces"]
     if device is None:
         device = max(range(len(traces)), key=lambda index: len(traces[index]))
     if not 0 <= device < len(traces) or not traces[device]:
         recorded = [index for index, trace in enumerate(traces) if trace]
         raise ValueError(f"device must be one with recorded allocations, got {device}: there is {recorded}")
-    events = [e for e in traces[device] if e["action"] in ("alloc", "free_requested", "free_completed")]
+    events = [e for e in traces[device] if e["action"] in _COUNTED]
     sites = _Sites()
     named = [sites.of(e.get("frames") or ()) if e["action"] == "alloc" else "" for e in events]
     older = _older(events, snapshot["segments"], device, sites)

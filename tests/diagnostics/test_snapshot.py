@@ -174,6 +174,7 @@ class Hostile:
         (b"not a pickle", "must be the pickle of a memory snapshot, and is not"),
         (pickle.dumps([1]), "must hold a snapshot with segments and device_traces, got list"),
         (pickle.dumps(Recorded().snapshot()), "must have recorded allocations, and has none: call torch.cuda.memory"),
+        (pickle.dumps({"segments": [], "device_traces": 3}), "must hold a list of events for each device"),
         (None, "cannot be read"),
     ],
 )
@@ -186,6 +187,31 @@ def test_what_is_no_snapshot_is_refused_and_never_executed(
     with pytest.raises(ValueError, match=text):
         load_snapshot("file")
     assert not Path("executed").exists()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"device_traces": [[3]]},
+        {"device_traces": [[{"action": "alloc", "size": 3}]]},
+        {"device_traces": [[{"action": "alloc", "size": 3, "addr": 1, "frames": [{"file": "a.py"}]}]]},
+        {"segments": [{"total": 1}]},
+    ],
+)
+def test_a_broken_entry_is_said_to_be(change: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="a snapshot must be as torch writes it, and in this one an entry is broken"):
+        replay({**naive(), **change})
+
+
+def test_a_page_never_replaces_a_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    file = tmp_path / "snapshot.html"
+    file.write_bytes(pack(naive(), limit=MIB))
+    monkeypatch.setattr("sys.argv", ["flash-snapshot", str(file)])
+    with pytest.raises(SystemExit):
+        command.main()
+    assert "the page must be another file than the snapshots" in capsys.readouterr().err and load_snapshot(file)
 
 
 def test_a_device_without_a_recording_is_refused() -> None:
