@@ -82,9 +82,10 @@ def test_documents_are_the_same_however_a_file_is_cut(tmp_path: Path, most_bytes
 
 def test_a_file_is_a_document_and_of_a_lone_one_the_last_tenth_validates(tmp_path: Path):
     (tmp_path / "a.txt").write_text("é" * 100)
+    (tmp_path / "empty.txt").touch()
     for tokenizer, cut in (("characters", 90), ("bytes", 180)):
         out = tmp_path / tokenizer
-        dataset = build_corpus(Corpus([str(tmp_path / "a.txt")], tokenizer=tokenizer), out)
+        dataset = build_corpus(Corpus([str(tmp_path / "*.txt")], tokenizer=tokenizer), out)
         counts = [dataset["splits"][split][0]["tokens"] for split in ("train", "validation")]
         assert counts == [cut, cut // 9] and dataset["separator"] is None
         assert dataset["splits"]["validation"][0]["bytes"] == 20
@@ -199,6 +200,15 @@ def test_another_corpus_does_not_go_on_in_the_folder(tmp_path: Path):
         build_corpus(Corpus([path], 0.3), tmp_path / "out")
 
 
+def test_what_went_wrong_at_once_can_be_set_right_in_the_same_folder(tmp_path: Path):
+    path = jsonl(tmp_path / "a.jsonl")
+    with pytest.raises(ValueError, match="must have the field 'body'"):
+        build_corpus(Corpus([path], 0.3, reading=Reading(field="body")), tmp_path / "out")
+    with pytest.raises(ValueError, match="must have the field 'body'"):
+        build_corpus(Corpus([path], 0.3, "characters", reading=Reading(field="body")), tmp_path / "out")
+    assert build_corpus(Corpus([path], 0.3, "bpe", 300), tmp_path / "out")["vocabulary_size"] == 300
+
+
 @pytest.mark.parametrize(
     ("line", "options", "words"),
     [
@@ -209,7 +219,7 @@ def test_another_corpus_does_not_go_on_in_the_folder(tmp_path: Path):
         (b'{"text": "\xff"}', {}, r"a line must be JSON, .*'utf-8' codec"),
         ('{"text": "\\ud83d"}', {}, r"must be Unicode, .*byte 0 has half a surrogate pair"),
         ('{"text": "a"}', {}, r"both splits must hold documents, of 1 none is for (train|validation); set validation="),
-        ("", {}, r"an input must hold text, .*a\.jsonl is empty"),
+        ("", {}, r"inputs must hold text, all of .*a\.jsonl are empty; name others"),
         (b"\xff", {"kind": "text"}, r"must be UTF-8, .*a\.jsonl is not \(invalid start byte at its byte 0\); .*=bytes"),
     ],
 )  # fmt: skip

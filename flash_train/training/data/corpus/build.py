@@ -144,20 +144,24 @@ def _claim(folder: Path, corpus: Corpus, units: Sequence[Unit]) -> None:
     try:
         saved = json.loads((folder / PLAN).read_text())
     except (FileNotFoundError, ValueError):
-        if any(folder.glob("*.bin")):
-            raise ValueError(
-                f"output must be a new folder or one of a preparation that was broken off, {folder} holds other .bin "
-                "files; give another output=<folder>"
-            ) from None
+        saved = None
+    if saved == plan:
+        return
+    if not any(folder.glob("*.bin")):  # nothing was done yet, or it went wrong at once and is now set right
+        (folder / TOKENIZER).unlink(missing_ok=True)
         write_whole(folder / PLAN, json.dumps(plan, indent=1))
         return
-    for name in plan:
-        if saved.get(name) != plan[name]:
-            said = "are others or have changed" if name == "inputs" else f"was {saved.get(name)} and is {plan[name]}"
-            raise ValueError(
-                f"a preparation goes on with the inputs and settings that it began with, and in {folder} {name} {said};"
-                " give another output=<folder>, or delete this one"
-            )
+    if saved is None:
+        raise ValueError(
+            f"output must be a new folder or one of a preparation that was broken off, {folder} holds other .bin "
+            "files; give another output=<folder>"
+        )
+    name = next(name for name in plan if saved.get(name) != plan[name])
+    said = "are others or have changed" if name == "inputs" else f"was {saved.get(name)} and is {plan[name]}"
+    raise ValueError(
+        f"a preparation goes on with the inputs and settings that it began with, and in {folder} {name} {said}; "
+        "give another output=<folder>, or delete this one"
+    )
 
 
 _OWN = ("bytes", "characters", "bpe")

@@ -43,18 +43,19 @@ class Piece:
 
 
 def find_pieces(paths: Sequence[str], reading: Reading, *, most_bytes: int) -> list[Piece]:
-    """The inputs that paths and globs name, those that can be divided in pieces of about `most_bytes`.
+    """The inputs that paths and globs name, those that can be divided in pieces of about `most_bytes`; empty ones not.
 
-    Raises ValueError for one that is missing, empty, or no input; and for a dataset without the package for it.
+    Raises ValueError for one that is missing or no input, if all are empty, and for a dataset without its package.
     """
-    pieces = []
+    pieces: list[Piece] = []
     for path in find_files(paths):
         kind = reading.kind or _kind(path)
         if kind == "dataset":
             pieces += _of_dataset(path, reading, most_bytes)
-        else:
-            _check_file(path)
+        elif not _is_empty(path):
             pieces += _of_file(path, kind, _delimiter(kind, reading), most_bytes)
+    if not pieces:
+        raise ValueError(f"inputs must hold text, all of {', '.join(paths)} are empty; name others")
     return pieces
 
 
@@ -95,16 +96,14 @@ def _delimiter(kind: str, reading: Reading) -> bytes | None:
     return reading.document_end.encode() if reading.document_end else None
 
 
-def _check_file(path: Path) -> None:
+def _is_empty(path: Path) -> bool:
     if path.exists() and not path.is_file():
         raise ValueError(f"an input must be a file or a dataset's folder, {path} is neither; name a file")
     try:
         with path.open("rb") as file:
-            empty = not file.read(1)
+            return not file.read(1)
     except OSError as error:
         raise ValueError(f"an input must be readable, {path} is not ({error.strerror}); check the path") from error
-    if empty:
-        raise ValueError(f"an input must hold text, {path} is empty; leave it out")
 
 
 def _of_file(path: Path, kind: str, delimiter: bytes | None, most_bytes: int) -> list[Piece]:
@@ -179,9 +178,7 @@ def _of_dataset(path: Path, reading: Reading, most_bytes: int) -> list[Piece]:
             "set field=<name>"
         )
     rows = len(dataset)
-    if not rows:
-        raise ValueError(f"an input must hold text, {path} has no rows; leave it out")
-    size = max(1, dataset.data.nbytes // rows)
+    size = max(1, dataset.data.nbytes // max(1, rows))
     step = max(1, most_bytes // size)
     return [
         Piece(path, "dataset", start, min(start + step, rows), size * (min(start + step, rows) - start))
