@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flash_train.training.data.corpus import Corpus, WorkerDied, build_corpus, work
+from flash_train.training.data.corpus import Corpus, WorkerDied, build_corpus, processes, work
 from flash_train.training.data.corpus.inputs import Reading, find_pieces, read_documents
 from flash_train.training.data.corpus.processes import work_through
 from flash_train.training.data.shards import open_shard
@@ -112,9 +113,9 @@ def test_files_of_their_own_validate_and_more_processes_make_the_same_files(tmp_
     validation.write_text("one that validates")
     corpus = Corpus([train], [str(validation)], "bpe", 270, shard_bytes=999)
     done = []
-    for processes in (1, 2):
-        folder = tmp_path / f"{processes}"
-        build_corpus(corpus, folder, processes=processes, report=lambda *now: done.append(now))
+    for number in (1, 2):
+        folder = tmp_path / f"{number}"
+        build_corpus(corpus, folder, processes=number, report=lambda *now: done.append(now))
         assert documents_in(folder, "validation") == ["one that validates"]
         assert sorted(documents_in(folder, "train")) == sorted(texts(60))
         assert done[-1][1] == done[-1][2] > 0, "progress ends at the end"
@@ -272,13 +273,21 @@ def square_or_die(number: int) -> int:
     return number**2
 
 
-def own_pid_then_sleep(path: Path) -> None:
-    path.write_text(str(os.getpid()))
+# Loaded by its path, for to import the package takes seconds, in each of three processes.
+PARENT = """
+import importlib.util, os, sys, time
+spec = importlib.util.spec_from_file_location("processes", PATH)
+sys.modules["processes"] = processes = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(processes)
+
+def note_and_sleep(path):
+    with open(path, "w") as file:
+        file.write(str(os.getpid()))
     time.sleep(60)
 
-
-def abandon_workers(paths: list[Path]) -> None:
-    next(work_through(own_pid_then_sleep, paths, processes=2))
+if __name__ == "__main__":
+    next(processes.work_through(note_and_sleep, sys.argv[1:], processes=2))
+"""
 
 
 def test_the_death_of_a_worker_is_an_error_at_once_and_so_is_its_exception():
@@ -290,15 +299,23 @@ def test_the_death_of_a_worker_is_an_error_at_once_and_so_is_its_exception():
 
 
 def test_workers_end_with_the_process_that_started_them(tmp_path: Path):
-    paths = [tmp_path / "a", tmp_path / "b"]
-    parent = multiprocessing.get_context("spawn").Process(target=abandon_workers, args=(paths,))
-    parent.start()
-    deadline = time.monotonic() + 60
-    while not all(path.exists() and path.read_text() for path in paths) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    pids = [int(path.read_text()) for path in paths]
+    (tmp_path / "parent.py").write_text(PARENT.replace("PATH", repr(processes.__file__)))
+    notes = [tmp_path / "a", tmp_path / "b"]
+    parent = subprocess.Popen([sys.executable, tmp_path / "parent.py", *notes])
+    deadline = time.monotonic() + 30
+    while not all(note.exists() and note.read_text() for note in notes) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    pids = [int(note.read_text()) for note in notes]
     parent.kill()
-    parent.join()
-    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    parent.wait()
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not any(map(alive, pids))
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that ended and that nobody has asked for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

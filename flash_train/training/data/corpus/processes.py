@@ -30,7 +30,7 @@ def work_through(function: Callable[[Item], Result], items: Sequence[Item], *, p
         return
     # Not forked from this process, whose threads (torch's, tokenizers') would not come along and could leave locks.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["flash_train.training.data.corpus.work"])  # imported once for all
+    context.set_forkserver_preload([getattr(function, "func", function).__module__])  # imported once for all
     ours, theirs = context.Pipe(duplex=False)
     executor = ProcessPoolExecutor(
         min(processes, len(items)), mp_context=context, initializer=_begin_worker, initargs=(ours,)
