@@ -37,16 +37,33 @@ def read_settings(config: Mapping[str, Any], *, implementations: Sequence[str]) 
     allowance = config["allowance"]
     if not isinstance(allowance, int | float) or isinstance(allowance, bool) or not 0 <= allowance < 1:
         raise ValueError(f"allowance must be a share of the peak from 0 to 1, got {allowance!r}; 0.04 is usual")
+    card, length = _card(config["card"], config["budget"]), config["data"]["sequence_length"]
+    _check_limit(config["limit"], rows=config["rows"], step=config["length_step"], length=length)
+    if "hopper" in config["arms"] and card.capability != (9, 0):
+        capability = ".".join(map(str, card.capability))
+        raise ValueError(
+            f"arms must run on the GPU that is planned for, and hopper needs compute capability 9.0, got {capability}; "
+            "give card=h100 or card=h200, or leave it out"
+        )
     return Settings(
         arms=tuple(config["arms"]),
-        card=_card(config["card"], config["budget"]),
+        card=card,
         rows=config["rows"],
-        length=config["data"]["sequence_length"],
+        length=length,
         lengths=tuple(sorted(config["lengths"] or ())),
         length_step=config["length_step"],
         allowance=float(allowance),
         limit=config["limit"],
     )
+
+
+def _check_limit(limit: int, *, rows: int, step: int, length: Any) -> None:
+    least = max(rows * step, length if isinstance(length, int) else 0)
+    if least > limit:
+        raise ValueError(
+            f"limit must leave something to seek, rows={rows} of length_step={step} tokens and one row of "
+            f"data.sequence_length={length}, got {limit}; give limit={least}, or less of these"
+        )
 
 
 def _card(name: Any, budget: Any) -> Card:

@@ -30,7 +30,7 @@ ASKED: dict[str, Any] = {
 
 
 def settings(**changes: Any) -> Settings:
-    return read_settings({**ASKED, **changes}, implementations=("naive", "sdpa", "flash"))
+    return read_settings({**ASKED, **changes}, implementations=("naive", "sdpa", "flash", "hopper"))
 
 
 def made_up(arm: str):
@@ -154,7 +154,7 @@ def test_a_card_with_a_budget_keeps_its_kernels() -> None:
     "changes, text",
     [
         ({"budget": None}, "a plan must have a budget or a card; give budget=24GiB, or card=h200"),
-        ({"budget": 24}, "budget must be a size such as 24GiB, .*, got 24$"),
+        ({"budget": 24}, "budget must be a size such as 24GiB, .*, got 24: below a million give the unit"),
         ({"budget": "24Gib"}, "budget must be a size such as 24GiB, .*, got '24Gib'"),
         ({"budget": True}, "budget must be a size such as 24GiB, .*, got True"),
         ({"card": "h300"}, "card must be one of b200, h200, .*, got 'h300'; for another give budget=24GiB"),
@@ -167,6 +167,9 @@ def test_a_card_with_a_budget_keeps_its_kernels() -> None:
         ({"length_step": 1.5}, "length_step must be made of positive integers, got 1.5"),
         ({"lengths": []}, r"lengths must be a list of sequence lengths, got \[\]"),
         ({"allowance": 1}, "allowance must be a share of the peak from 0 to 1, got 1; 0.04 is usual"),
+        ({"limit": 100}, "limit must leave something to seek, .*sequence_length=1024, got 100; give limit=1024"),
+        ({"rows": 10**8}, "rows=100000000 of length_step=64 tokens .*, got 16777216; give limit=6400000000"),
+        ({"arms": ["hopper"]}, "hopper needs compute capability 9.0, got 8.0; give card=h100 or card=h200"),
     ],
 )
 def test_what_makes_no_plan_is_refused(changes: dict[str, Any], text: str) -> None:
