@@ -95,5 +95,5 @@ def _table(measured: Sequence[Measured]) -> Any:
     import wandb
 
     columns: list[str | int] = ["arm", "rows", "length", "predicted_bytes", "measured_bytes", "error_percent"]
-    lines = [[x.arm, x.rows, x.length, x.predicted, x.peak, x.error_percent] for x in measured]
+    lines: list[Any] = [[x.arm, x.rows, x.length, x.predicted, x.peak, x.error_percent] for x in measured]
     return wandb.Table(columns=columns, data=lines)
