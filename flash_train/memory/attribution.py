@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
-from flash_train.memory.live import Block, Inside, LiveBytes
+from flash_train.memory.live import Block, Inside, LiveBytes, storage_of
 from flash_train.memory.logits import LogitFinder
 from flash_train.memory.scores import ScoreFinder, Scores, in_backward
 from flash_train.memory.sdpa_calls import SdpaCalls
@@ -120,6 +121,7 @@ class Recorder(LiveBytes):
         self._logits = LogitFinder(self._find, self._scores.is_weight)
         self._calls = SdpaCalls(self._stack.top)
         self._watches_sdpa = sdpa
+        self._arguments: Any = ()
         self._owners: dict[Block, str] = {}
         self._forward_ends: list[int] = []
         self._nodes: dict[int, str] = {}  # module by the sequence number of autograd's node
@@ -172,8 +174,11 @@ class Recorder(LiveBytes):
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        before = len(self._events)
-        results = super().__torch_dispatch__(operator, types, args, kwargs)
+        before, self._arguments = len(self._events), (args, kwargs)
+        try:
+            results = super().__torch_dispatch__(operator, types, args, kwargs)
+        finally:
+            self._arguments = ()  # which would keep them alive
         if self.error is None and self._phase != "optimizer":
             try:
                 if not in_backward():
@@ -191,13 +196,18 @@ class Recorder(LiveBytes):
         return results
 
     def _notice(self, tensor: torch.Tensor, operator: Any) -> None:
-        if self._watches_sdpa and self._device == "cpu" and operator.is_view and self._find(tensor) is None:
-            return  # of what was there before the step, a data set for one: no event tells a CPU's meter of it
+        if self._watches_sdpa and self._device == "cpu" and self._find(tensor) is None and self._was_given(tensor):
+            return  # there before the step, as a data set or DDP's buckets are: no event tells a CPU's meter of it
         if self.error is None:
             try:
                 super()._notice(tensor, operator)
             except Exception as error:
                 self.error = error
+
+    def _was_given(self, tensor: torch.Tensor) -> bool:
+        """To the operator that returns it, or a view of it."""
+        storage = storage_of(tensor)
+        return any(storage_of(x) is storage for x in tree_leaves(self._arguments) if isinstance(x, torch.Tensor))
 
     def _block(self, *args: Any, **kwargs: Any) -> Block:
         block = super()._block(*args, **kwargs)

@@ -187,12 +187,12 @@ class LiveBytes(TorchDispatchMode):
             self._bear(tensor, str(operator))
 
     def _find(self, tensor: Tensor) -> Block | None:
-        storage = _storage(tensor)
+        storage = storage_of(tensor)
         entry = None if storage is None else self._alive.get(id(storage))
         return None if entry is None else entry[1]
 
     def _bear(self, tensor: Tensor, operation: str) -> Block | None:
-        storage = _storage(tensor)
+        storage = storage_of(tensor)
         if storage is None or tensor.device.type != self._device:
             return None
         block = self._block(storage.nbytes(), tuple(tensor.shape), tensor.dtype, operation)
@@ -216,7 +216,8 @@ class LiveBytes(TorchDispatchMode):
 _NOTHING = Block(0, (), torch.uint8, "", "", "")
 
 
-def _storage(tensor: Tensor) -> Any:
+def storage_of(tensor: Tensor) -> Any:
+    """None where it has none of its own."""
     try:
         return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):

@@ -242,6 +242,13 @@ def test_the_data_set_that_micro_batches_are_cut_from_is_no_part_of_the_step() -
         assert 0 <= phase.untracked < 1000 < tokens.nbytes
 
 
+@pytest.mark.parametrize("touch", [lambda x: x[1:], lambda x: x.add_(1)], ids=["view", "in place"])
+def test_what_was_there_before_and_is_nobody_s_is_no_part_of_a_cpu_step(touch: Any) -> None:
+    (model, loss), older = linear(), torch.ones(100_000)
+    probed = probe_memory(model, torch.ones(ROWS, WIDTH), loss=lambda x: loss(x) + touch(older)[0])
+    assert all(0 <= phase.untracked < 64 for phase in probed.phases.values())
+
+
 class Rows(Dataset[Any]):
     def __init__(self, tokens: Tensor) -> None:
         self.tokens = tokens
