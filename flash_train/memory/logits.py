@@ -43,12 +43,9 @@ class Logits:
         numbers for each; in the backward also the hidden rows' gradient, and the weight's, summed up in fp32, with that
         of one chunk.
         """
-        chunk = min(CHUNK_ROWS, self.rows) * self.classes
+        chunk = min(CHUNK_ROWS, self.rows) * self.classes * (8 + (self.itemsize if self.itemsize < 4 else 0))
         for backward, block in self.first.items():
-            if backward:
-                yield block, chunk * (8 + self.itemsize) + self.hidden + self.weight * (4 + self.itemsize)
-            else:
-                yield block, chunk * (8 + (self.itemsize if self.itemsize < 4 else 0))
+            yield block, chunk + (self.hidden + self.weight * (4 + self.itemsize) if backward else 0)
 
 
 class LogitFinder:
