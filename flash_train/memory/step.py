@@ -164,7 +164,9 @@ class FakeStep:
         before = torch.get_default_dtype()
         torch.set_default_dtype(self._true_dtype or before)
         try:
-            with torch.autocast("cpu", dtype=self._autocast_dtype, enabled=self._autocast_dtype is not None):
+            # Lightning's autocast keeps no casts of weights either, which would outlive checkpointed blocks.
+            on = self._autocast_dtype is not None
+            with torch.autocast("cpu", dtype=self._autocast_dtype, enabled=on, cache_enabled=False):
                 yield
         finally:
             torch.set_default_dtype(before)

@@ -16,6 +16,7 @@ from flash_train.training.optimizer import adamw, muon
 
 DEPTH = 3
 SCALARS = 64  # bytes: what Lightning and the data loader keep
+PACKED = 150_000  # bytes that oneDNN takes inside a product of bf16 matrices, where blocks' own have the peak
 RANDOM_STATE = 5056  # bytes that torch.utils.checkpoint keeps for each block, of a CPU's generator
 
 
@@ -34,6 +35,7 @@ def language_model(implementation: str, *, chunk_rows: int | None = None, optimi
         ("32-true", 1, {}), ("32-true", 2, {}), ("bf16-true", 1, {}), ("32-true", 1, {"chunk_rows": 128}),
         ("32-true", 1, {"checkpointing": "block"}), ("32-true", 1, {"checkpointing": "block", "checkpoint_every": 2}),
         ("32-true", 1, {"checkpointing": "selective"}), ("bf16-mixed", 1, {"half_residual": True}),
+        ("bf16-mixed", 1, {"checkpointing": "block"}), ("bf16-mixed", 1, {"checkpointing": "selective"}),
     ],
 )  # fmt: skip
 def test_every_phase_of_a_run_is_predicted(
@@ -53,7 +55,7 @@ def test_every_phase_of_a_run_is_predicted(
         language_model(implementation, **options), batch, precision=precision, accumulate=accumulate, device="cpu"
     )  # fmt: skip
     checkpointed = len(range(0, DEPTH, options.get("checkpoint_every", 1))) if "checkpointing" in options else 0
-    kept = SCALARS + checkpointed * RANDOM_STATE
+    kept = SCALARS + checkpointed * RANDOM_STATE + (PACKED if checkpointed and precision == "bf16-mixed" else 0)
     for phase, peak in predicted.phases.items():
         assert 0 <= monitor.result()["phases"][phase] - peak.size <= kept, phase
 

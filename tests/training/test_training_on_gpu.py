@@ -8,6 +8,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 from toy_training import RecordingLogger, ToyData, ToyModel, trainer
 
+from flash_train.training.averaging import EMA
 from flash_train.training.checkpoint import Checkpoint
 from flash_train.training.guard import NonFiniteGuard
 from flash_train.training.history import LossHistory
@@ -45,7 +46,7 @@ class NoWaiting(Callback):
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")  # it sees what it sees
 def test_between_log_steps_nothing_waits_for_the_device(tmp_path: Path) -> None:
-    watchers = (ProgressBar(), LossHistory(), NonFiniteGuard(), NoWaiting())
+    watchers = (ProgressBar(), LossHistory(), NonFiniteGuard(), EMA(), NoWaiting())
     fit(tmp_path, *watchers, precision="bf16-mixed", enable_progress_bar=True, logger=RecordingLogger())
 
 
