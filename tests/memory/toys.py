@@ -85,7 +85,7 @@ def take_real_steps(
             for micro_batch in range(accumulate):
                 loss = None
                 live.enter("forward")
-                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast, cache_enabled=False):
                     answer = step(batch, 0) if isinstance(module, lightning.LightningModule) else step(batch)
                 loss = (answer["loss"] if isinstance(answer, dict) else answer) / accumulate
                 del answer
