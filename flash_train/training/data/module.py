@@ -158,6 +158,11 @@ class TokenData(LightningDataModule):
             return
         for name, now in self.order_key().items():
             saved = state_dict["order"].get(name)
+            if saved != now and name == "order":
+                raise ValueError(
+                    "the checkpoint is of a release that shuffled rows in another way; go on with that release, or "
+                    "start a new run"
+                )
             if saved != now:
                 raise ValueError(
                     f"a run must resume with the data of its checkpoint, where {name} is {saved}, and now it is {now}; "

@@ -170,3 +170,11 @@ def test_resuming_in_another_order_is_refused_with_the_way_out(text: Path, tmp_p
         fit(data_of(tmp_path / "other.txt", tokenizer="characters"), 4, ckpt_path=saved)
     (tmp_path / "other.txt").write_text("yet another text to be evaluated on " * 99)
     Trainer(**QUIET).validate(Recorder(), data_of(tmp_path / "other.txt"), ckpt_path=saved, verbose=False)
+
+
+def test_a_checkpoint_of_another_shuffle_is_refused_with_the_way_out(text: Path, tmp_path: Path, monkeypatch):
+    saved = tmp_path / "saved.ckpt"
+    fit(data_of(text), 2, callbacks=[SaveAt(2, saved)])
+    monkeypatch.setattr("flash_train.training.data.module.ORDER", 99)
+    with pytest.raises(ValueError, match="shuffled rows in another way; go on with that release, or start a new run"):
+        fit(data_of(text), 4, ckpt_path=saved)
