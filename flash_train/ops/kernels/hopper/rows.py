@@ -1,4 +1,4 @@
-"""The two small kernels around the Hopper backward: one number or two for each row of scores before it, dQ after it."""
+"""The two small kernels around the Hopper backward: what its sums of a row of scores begin with, and dQ after it."""
 
 import torch
 import triton
