@@ -12,9 +12,9 @@ from flash_train.models.initialization import initialize
 from flash_train.models.parameters import parameter_count
 from flash_train.modules.attention import SelfAttention, resolve_heads
 from flash_train.modules.block import Block
-from flash_train.modules.checks import check_choice, check_dropout, check_positive
+from flash_train.modules.checks import check_above_zero, check_choice, check_dropout, check_positive
 from flash_train.modules.feed_forward import make_feed_forward
-from flash_train.modules.norm import make_norm, normalize
+from flash_train.modules.norm import EPSILON, make_norm, normalize
 from flash_train.modules.rotary import RotaryEmbedding
 from flash_train.ops.checks import check_flag
 from flash_train.ops.features import UNBOUNDED, Documents
@@ -36,13 +36,15 @@ class GPT(nn.Module):
         width, depth, heads: C, the number of blocks, and H, a divisor of C.
         kv_heads: G, a divisor of H (default H).
         positions: ``"learned"``, ``"rotary"`` (which needs an even head size) or ``"alibi"``.
+        rotary_base: of rotary positions; Llama 3's is 500,000.
         window: the number of positions before its own that a position sees, in every layer; or a list of such numbers
             and None (all of them), repeated over the depth: ``[127, None]`` is gpt-oss's, whose ``sliding_window`` of
             128 counts the position itself.
         soft_cap: of the attention scores (50 in Gemma 2).
         sinks: whether each head learns an attention sink.
-        norm: ``"layer"`` or ``"rms"``.
-        feed_forward: ``"gelu"`` or ``"swiglu"``; ``hidden_size`` is its inner width (default 4 C, or 8/3 C).
+        norm: ``"layer"`` or ``"rms"``; ``norm_epsilon`` is what it adds to the variance.
+        feed_forward: ``"gelu"``, ``"gelu_tanh"`` (its approximation, which GPT-2's published weights were trained with)
+            or ``"swiglu"``; ``hidden_size`` is its inner width (default 4 C, or 8/3 C).
         qk_norm: normalize queries and keys.
         tied_embeddings: whether the output head is the token embedding.
         bias: whether linear layers and LayerNorms have biases.
@@ -70,10 +72,12 @@ class GPT(nn.Module):
         heads: int,
         kv_heads: int | None = None,
         positions: str = "learned",
+        rotary_base: float = 10_000.0,
         window: int | Sequence[int | None] | None = None,
         soft_cap: float | None = None,
         sinks: bool = False,
         norm: str = "layer",
+        norm_epsilon: float = EPSILON,
         feed_forward: str = "gelu",
         hidden_size: int | None = None,
         qk_norm: bool = False,
@@ -95,6 +99,7 @@ class GPT(nn.Module):
         check_dropout("dropout", dropout)
         check_flag("tied_embeddings", tied_embeddings)
         check_choice("positions", positions, POSITIONS)
+        check_above_zero("rotary_base", rotary_base)
         check_choice("checkpointing", checkpointing, CHECKPOINTING)
         check_positive("checkpoint_every", checkpoint_every)
         check_flag("half_residual", half_residual)
@@ -110,7 +115,7 @@ class GPT(nn.Module):
 
         rows = -(-vocabulary_size // vocabulary_multiple) * vocabulary_multiple
         _, _, head_size = resolve_heads(width, heads, kv_heads, None)
-        rotary = RotaryEmbedding(head_size, context_length) if positions == "rotary" else None
+        rotary = RotaryEmbedding(head_size, context_length, base=rotary_base) if positions == "rotary" else None
         self.token_embedding = nn.Embedding(rows, width)
         self.position_embedding = nn.Embedding(context_length, width) if positions == "learned" else None
         self.embedding_dropout = nn.Dropout(dropout)
@@ -122,10 +127,10 @@ class GPT(nn.Module):
                 attention_dropout=attention_dropout, implementation=implementation,
             )  # fmt: skip
             network = make_feed_forward(feed_forward, width, hidden_size=hidden_size, bias=bias, dropout=dropout)
-            return Block(attention, network, width=width, norm=norm, bias=bias)
+            return Block(attention, network, width=width, norm=norm, bias=bias, epsilon=norm_epsilon)
 
         self.blocks = nn.ModuleList(make_block(window) for window in self.windows)
-        self.final_norm = make_norm(norm, width, bias=bias)
+        self.final_norm = make_norm(norm, width, bias=bias, epsilon=norm_epsilon)
         # A tied head is no module of its own: two modules that share a weight are parted by to_empty().
         self.head = None if tied_embeddings else nn.Linear(width, rows, bias=False)
         self.reset_parameters()

@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from flash_train.modules.norm import make_norm, normalize
+from flash_train.modules.norm import EPSILON, make_norm, normalize
 from flash_train.ops.features import Documents
 
 
@@ -10,16 +10,24 @@ class Block(nn.Module):
     """``x + attention(norm(x))``, then ``x + feed_forward(norm(x))``; ``[B, T, C]`` to ``[B, T, C]``.
 
     ``attention`` and ``feed_forward`` are modules from ``[B, T, C]`` to ``[B, T, C]`` that do their own residual
-    dropout; ``norm`` and ``bias`` are those of ``make_norm``. Only with documents must ``attention`` know the word.
+    dropout; ``norm``, ``bias`` and ``epsilon`` are those of ``make_norm``. Only with documents must ``attention`` know
+    the word.
     """
 
     def __init__(
-        self, attention: nn.Module, feed_forward: nn.Module, *, width: int, norm: str = "layer", bias: bool = False
+        self,
+        attention: nn.Module,
+        feed_forward: nn.Module,
+        *,
+        width: int,
+        norm: str = "layer",
+        bias: bool = False,
+        epsilon: float = EPSILON,
     ) -> None:
         super().__init__()
-        self.attention_norm = make_norm(norm, width, bias=bias)
+        self.attention_norm = make_norm(norm, width, bias=bias, epsilon=epsilon)
         self.attention = attention
-        self.feed_forward_norm = make_norm(norm, width, bias=bias)
+        self.feed_forward_norm = make_norm(norm, width, bias=bias, epsilon=epsilon)
         self.feed_forward = feed_forward
 
     def forward(self, x: Tensor, *, documents: Tensor | Documents | None = None) -> Tensor:

@@ -1,5 +1,6 @@
 """The checks that the constructors here make of their arguments."""
 
+import math
 from collections.abc import Sequence
 
 
@@ -19,3 +20,9 @@ def check_dropout(name: str, value: float) -> None:
     """Raise a ``ValueError`` unless ``value`` is a probability below 1."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
         raise ValueError(f"{name} must be a number in [0, 1), got {value!r}: 0 drops nothing")
+
+
+def check_above_zero(name: str, value: float) -> None:
+    """Raise a ``ValueError`` unless ``value`` is a finite number above 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"{name} must be a number above 0, got {value!r}: leave it out for the usual one")

@@ -1,4 +1,7 @@
-"""The two feed-forward networks of a transformer block."""
+"""The feed-forward networks of a transformer block."""
+
+from collections.abc import Callable
+from functools import partial
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -7,20 +10,33 @@ from flash_train.modules.checks import check_choice, check_dropout, check_positi
 
 
 class GeluFeedForward(nn.Module):
-    """GPT-2's: ``projection(gelu(expand(x)))`` with the exact GELU; ``[..., C]`` to ``[..., C]``, hidden size 4 C."""
+    """GPT-2's: ``projection(gelu(expand(x)))``; ``[..., C]`` to ``[..., C]``, hidden size 4 C.
 
-    def __init__(self, width: int, *, hidden_size: int | None = None, bias: bool = False, dropout: float = 0.0) -> None:
+    ``approximate`` is torch's: ``"none"`` for the exact GELU, which nanoGPT takes, ``"tanh"`` for GPT-2's own.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        *,
+        hidden_size: int | None = None,
+        bias: bool = False,
+        dropout: float = 0.0,
+        approximate: str = "none",
+    ) -> None:
         super().__init__()
         hidden_size = 4 * width if hidden_size is None else hidden_size
         check_positive("hidden_size", hidden_size)
         check_dropout("dropout", dropout)
+        check_choice("approximate", approximate, ("none", "tanh"))
+        self.approximate = approximate
         self.expand = nn.Linear(width, hidden_size, bias=bias)
         self.projection = nn.Linear(hidden_size, width, bias=bias)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the network to each row of ``x`` ``[..., C]``."""
-        return self.dropout(self.projection(F.gelu(self.expand(x))))
+        return self.dropout(self.projection(F.gelu(self.expand(x), approximate=self.approximate)))
 
 
 class SwigluFeedForward(nn.Module):
@@ -45,12 +61,16 @@ class SwigluFeedForward(nn.Module):
         return self.dropout(self.projection(F.silu(gate) * up))
 
 
-FEED_FORWARDS = {"gelu": GeluFeedForward, "swiglu": SwigluFeedForward}
+FEED_FORWARDS: dict[str, Callable[..., nn.Module]] = {
+    "gelu": GeluFeedForward,
+    "gelu_tanh": partial(GeluFeedForward, approximate="tanh"),
+    "swiglu": SwigluFeedForward,
+}
 
 
 def make_feed_forward(
     kind: str, width: int, *, hidden_size: int | None = None, bias: bool = False, dropout: float = 0.0
 ) -> nn.Module:
-    """The feed-forward network called ``kind``, ``"gelu"`` or ``"swiglu"``; ``ValueError`` for another name."""
+    """The feed-forward network called ``kind``, one of FEED_FORWARDS; ``ValueError`` for another name."""
     check_choice("feed_forward", kind, tuple(FEED_FORWARDS))
     return FEED_FORWARDS[kind](width, hidden_size=hidden_size, bias=bias, dropout=dropout)

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flash_train.modules.checks import check_choice
+from flash_train.modules.checks import check_above_zero, check_choice
 
 NORMS = ("layer", "rms")
 
@@ -14,16 +14,18 @@ EPSILON = 1e-5
 Norm = nn.LayerNorm | nn.RMSNorm
 
 
-def make_norm(kind: str, width: int, *, bias: bool = False) -> Norm:
+def make_norm(kind: str, width: int, *, bias: bool = False, epsilon: float = EPSILON) -> Norm:
     """A normalization over the last dimension, of size ``width``.
 
     ``kind`` is ``"layer"`` (``nn.LayerNorm``, with a bias if asked) or ``"rms"`` (``nn.RMSNorm``, which has no bias).
-    Raises ``ValueError`` for another name.
+    ``epsilon`` is added to the variance, or to the mean square. Raises ``ValueError`` for another name, and unless
+    ``epsilon`` is positive.
     """
     check_choice("norm", kind, NORMS)
+    check_above_zero("norm_epsilon", epsilon)
     if kind == "rms":
-        return nn.RMSNorm(width, eps=EPSILON)
-    return nn.LayerNorm(width, eps=EPSILON, bias=bias)
+        return nn.RMSNorm(width, eps=epsilon)
+    return nn.LayerNorm(width, eps=epsilon, bias=bias)
 
 
 def normalize(norm: Norm, x: Tensor) -> Tensor:

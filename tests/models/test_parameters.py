@@ -26,12 +26,24 @@ def build(name: str, vocabulary_size: int, context_length: int) -> GPT:
         ("char_6l", 65, 256, 10.65),
         ("gpt2_350m", GPT2_VOCABULARY, 1024, 353.55),
         ("llama_124m", GPT2_VOCABULARY, 1024, 124.77),
+        ("llama_360m", 49_152, 2048, 361.82),
+        ("llama_1b", 32_000, 2048, 1100.05),
+        ("llama_7b", 32_000, 4096, 6738.42),
+        ("llama_8b", 128_256, 8192, 8030.26),
     ],
 )
 def test_models_have_the_published_size(name: str, vocabulary: int, context: int, millions: float) -> None:
     counts = parameter_count(build(name, vocabulary, context))
     counted = sum(counts.values()) - counts.get("position embedding", 0)
     assert round(counted / 1e6, 2) == millions
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [("gpt2", 124_439_808), ("gpt2_medium", 354_823_168), ("gpt2_large", 774_030_080), ("gpt2_xl", 1_557_611_200)],
+)
+def test_the_sizes_of_gpt2_are_those_of_its_published_weights(name: str, count: int) -> None:
+    assert sum(parameter_count(build(name, 50_257, 1024)).values()) == count
 
 
 @pytest.mark.parametrize("path", sorted((CONF / "model").glob("*.yaml")), ids=lambda path: path.stem)

@@ -15,6 +15,15 @@ def test_gelu_is_the_exact_one() -> None:
     torch.testing.assert_close(module(x), expected)
 
 
+def test_gelu_tanh_is_the_approximation_that_gpt_2_was_trained_with() -> None:
+    torch.manual_seed(0)
+    module = make_feed_forward("gelu_tanh", WIDTH, hidden_size=HIDDEN).double()
+    x = torch.randn(2, 3, WIDTH, dtype=torch.float64)
+    hidden = x @ module.get_parameter("expand.weight").T
+    gate = 1 + torch.tanh((2 / torch.pi) ** 0.5 * (hidden + 0.044715 * hidden**3))
+    torch.testing.assert_close(module(x), hidden * 0.5 * gate @ module.get_parameter("projection.weight").T)
+
+
 def test_swiglu_gates_the_second_half_with_the_first() -> None:
     torch.manual_seed(0)
     module = SwigluFeedForward(WIDTH, hidden_size=HIDDEN).double()
@@ -41,7 +50,7 @@ def test_residual_dropout_acts_in_training_alone(kind: str) -> None:
 
 
 def test_an_unknown_network_is_answered_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="feed_forward must be one of gelu, swiglu, got 'relu'"):
+    with pytest.raises(ValueError, match="feed_forward must be one of gelu, gelu_tanh, swiglu, got 'relu'"):
         make_feed_forward("relu", WIDTH)
 
 
