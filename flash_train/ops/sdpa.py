@@ -1,6 +1,7 @@
 """`torch.nn.functional.scaled_dot_product_attention` with its back end pinned, for comparisons."""
 
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
@@ -28,9 +29,11 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> Tensor:
     """
     implementation = terms.implementation
     causal = terms.right == 0
-    if q.device.type == "cpu" and implementation in ("sdpa_cudnn", "sdpa_efficient"):
+    # A fake tensor that says it is on a CPU may stand for one on a GPU, as in a prediction: there torch decides.
+    on_cpu = q.device.type == "cpu" and not is_fake(q)
+    if on_cpu and implementation in ("sdpa_cudnn", "sdpa_efficient"):
         raise Unsupported(f"implementation={implementation!r} needs a GPU; on a CPU use 'sdpa' or 'sdpa_math'")
-    _refuse(terms, implementation, q.device.type)
+    _refuse(terms, implementation, on_cpu=on_cpu)
     T, S = q.shape[2], k.shape[2]
     if causal and T > S:  # the first T - S queries see nothing, which torch answers with NaN
         seeing = sdpa_attention(q[:, :, T - S :], k, v, terms)
@@ -49,7 +52,7 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> Tensor:
                 q, k, v, attn_mask=bias, dropout_p=terms.dropout, is_causal=flag, scale=terms.scale, enable_gqa=grouped
             )
         except RuntimeError as error:
-            if "No available kernel" not in str(error):
+            if not str(error).startswith(("No available kernel", "No viable backend")):
                 raise
             raise Unsupported(
                 f"implementation={implementation!r}: torch's back end takes no q {list(q.shape)}, k {list(k.shape)} of "
@@ -57,7 +60,7 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> Tensor:
             ) from error
 
 
-def _refuse(terms: Terms, implementation: str, device: str) -> None:
+def _refuse(terms: Terms, implementation: str, *, on_cpu: bool) -> None:
     """What torch's function has no argument for, or takes alone, or not from this back end."""
     missing = {
         "a window": terms.left < UNBOUNDED or 0 < terms.right < UNBOUNDED,
@@ -69,7 +72,7 @@ def _refuse(terms: Terms, implementation: str, device: str) -> None:
         "a causal mask together with a bias or allowed": terms.right == 0
         and (terms.bias is not None or terms.allowed is not None),
         "a bias together with allowed": terms.bias is not None and terms.allowed is not None,
-        "dropout on a CPU": terms.dropout > 0 and implementation == "sdpa" and device == "cpu",
+        "dropout on a CPU": terms.dropout > 0 and implementation == "sdpa" and on_cpu,
     }
     for name, asked in missing.items():
         if asked:

@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from flash_train.diagnostics.memory import MemoryMonitor
+from flash_train.memory.cards import CARDS
 from flash_train.memory.predict import predict_peak
 from flash_train.models.gpt import GPT
 from flash_train.training.module import LanguageModel
@@ -100,3 +101,23 @@ def test_a_prediction_for_a_gpu_sees_that_the_logits_never_exist(precision: str)
     held = peaks[None].peak - peaks[128].peak
     assert held > 0.9 * (rows - 128) * 20_000 * (8 if precision == "32-true" else 10)
     assert not any(block.shape == (rows, 20_000) for block in peaks[128].blocks)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "precision", "options"),
+    [("sdpa", "bf16-mixed", {"attention_dropout": 0.1}), ("sdpa_cudnn", "bf16-mixed", {"attention_dropout": 0.1}),
+     ("sdpa_efficient", "32-true", {})],
+)  # fmt: skip
+def test_what_only_a_gpu_s_back_ends_take_is_predicted_for_a_gpu_and_refused_for_a_cpu(
+    implementation: str, precision: str, options: dict[str, Any]
+) -> None:
+    batch = {name: torch.empty(4, 256, dtype=torch.int64, device="meta") for name in ("inputs", "targets")}
+    module = language_model(implementation, **options)
+    modules = {"naive": language_model("naive"), "flash": language_model("flash"), "of a GPU": module}
+    peaks = {
+        name: predict_peak(each, batch, precision=precision, card=CARDS["h200"]).requested
+        for name, each in modules.items()
+    }
+    assert peaks["flash"] * 0.99 < peaks["of a GPU"] < peaks["naive"]
+    with pytest.raises(ValueError, match=f"'{implementation}': torch's back end takes no q"):
+        predict_peak(module, batch, precision=precision, device="cpu")
