@@ -35,6 +35,8 @@ FP32_UNLESS_TOLD = frozenset(
 )
 """They have an argument `dtype`, or compute in fp32 what is given in half."""
 _HALVES = (torch.float16, torch.bfloat16)
+_EFFICIENT_TAKES_GROUPS = torch.__version__ >= (2, 14)
+"""Whether SDPA's efficient back end takes grouped heads, which went to the math back end before."""
 
 
 @contextmanager
@@ -137,7 +139,7 @@ def _sdpa(capability: tuple[int, int]) -> Callable[..., Tensor]:
                                                             is_causal, scale=scale)[0]  # fmt: skip
         if flash and capability >= (8, 0) and backends.flash_sdp_enabled():
             return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0]
-        if backends.mem_efficient_sdp_enabled():
+        if backends.mem_efficient_sdp_enabled() and (q.shape[-3] == k.shape[-3] or _EFFICIENT_TAKES_GROUPS):
             bias = None if attn_mask is None else _additive(attn_mask, q, k)
             return aten._scaled_dot_product_efficient_attention(q, *_expanded(q, k, v), bias, q.requires_grad,
                                                                 dropout_p, is_causal, scale=scale)[0]  # fmt: skip

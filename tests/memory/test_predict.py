@@ -383,21 +383,22 @@ def test_autocast_chooses_as_on_cuda(function, dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    "backends, capability, dtype, operator",
+    "backends, capability, dtype, groups, operator",
     [
-        (None, (8, 0), torch.bfloat16, "flash_attention"),
-        (None, (9, 0), torch.bfloat16, "cudnn_attention"),
-        (None, (9, 0), torch.float32, "efficient_attention"),
-        ([SDPBackend.EFFICIENT_ATTENTION], (8, 0), torch.bfloat16, "efficient_attention"),
-        ([SDPBackend.MATH], (8, 0), torch.bfloat16, "bmm"),
+        (None, (8, 0), torch.bfloat16, 2, "flash_attention"),
+        (None, (9, 0), torch.bfloat16, 2, "cudnn_attention"),
+        (None, (9, 0), torch.float32, 4, "efficient_attention"),
+        (None, (9, 0), torch.float32, 2, "efficient_attention" if torch.__version__ >= (2, 14) else "bmm"),
+        ([SDPBackend.EFFICIENT_ATTENTION], (8, 0), torch.bfloat16, 4, "efficient_attention"),
+        ([SDPBackend.MATH], (8, 0), torch.bfloat16, 2, "bmm"),
     ],
 )
-def test_sdpa_takes_the_back_end_that_it_takes_on_a_gpu(backends, capability, dtype, operator) -> None:
+def test_sdpa_takes_the_back_end_that_it_takes_on_a_gpu(backends, capability, dtype, groups, operator) -> None:
     chosen = sdpa_kernel(backends) if backends else contextlib.nullcontext()
     with cuda_rules.cuda_rules(capability), FakeTensorMode(), LiveBytes(nn.Identity()) as live, chosen:
         live.enter("only")
         q = torch.empty(2, 4, 16, 64, dtype=dtype, requires_grad=True)
-        kv = torch.empty(2, 2, 16, 64, dtype=dtype)
+        kv = torch.empty(2, groups, 16, 64, dtype=dtype)
         nn.functional.scaled_dot_product_attention(q, kv, kv, is_causal=True, enable_gqa=True).sum().backward()
         seen = {block.operation for _, block, _ in live._events}
     assert any(operator in name for name in seen), seen
