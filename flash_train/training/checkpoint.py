@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,10 @@ log = logging.getLogger(__name__)
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Lightning's reader and writer, but a local file appears under its name only once it is wholly on the disk."""
+    """Lightning's reader and writer, but a local file appears under its name only once it is wholly on the disk.
+
+    Raises OSError with the file's name if it cannot be written; then nothing of it is left, and an older one stays.
+    """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         if "://" in str(path):
@@ -42,8 +46,11 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(partial, path)
-        except BaseException:
-            partial.unlink(missing_ok=True)  # a full disk is not helped by half a checkpoint
+        except BaseException as error:
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)  # a full disk is not helped by half a checkpoint
+            if (reason := _reason(error)) is not None:
+                raise OSError(reason.errno, reason.strerror, str(path)) from error
             raise
         _sync_folder(path.parent)
 
@@ -60,6 +67,9 @@ class Checkpoint(LightningCheckpoint):
     The states of the random generators are in it, and what is drawn between two training batches (by validation, a
     data loader, a callback) does not move the training's own draws: dropout is the same with and without a stop.
     In several processes signals are not held back, since the processes would not stop at the same step.
+
+    A checkpoint is written before the validation that may be due after the same step; a run that ended in between
+    validates when it is resumed, so that it validates when, and as often as, one that was never stopped.
 
     Args:
         dirpath: folder of the checkpoints, made when needed.
@@ -88,6 +98,7 @@ class Checkpoint(LightningCheckpoint):
         self._steps_before = 0
         self._saved_step = 0
         self._saving = False
+        self._validation_due = False
         self._generators: dict[str, torch.Tensor] | None = None
         self._resumed_random_state: dict[str, Any] | None = None
 
@@ -98,6 +109,8 @@ class Checkpoint(LightningCheckpoint):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._saved_step = trainer.global_step
         self._inside_step = False
+        if self._validation_due:
+            _validate(trainer)
         if trainer.world_size == 1:
             self._signals.hold()
 
@@ -120,6 +133,8 @@ class Checkpoint(LightningCheckpoint):
         if trainer.global_step == self._steps_before:
             return
         self._inside_step = False
+        loop = trainer.fit_loop
+        self._validation_due = loop.epoch_loop._should_check_val_fx(loop._data_fetcher)  # pyright: ignore
         due = trainer.global_step % self.every_n_train_steps == 0
         if due or _is_last_step(trainer) or self._signals.received is not None:
             self._save(trainer)
@@ -130,12 +145,18 @@ class Checkpoint(LightningCheckpoint):
             self._signals.release()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._validation_due = False
         if trainer.state.fn == "fit" and not trainer.sanity_checking and trainer.world_size == 1:
             self._signals.hold()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._signals.deliver()
         self._signals.release()
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._validation_due:  # of the last step: there was nothing left to train
+            _validate(trainer)
+            self._signals.release()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._signals.release()
@@ -150,9 +171,11 @@ class Checkpoint(LightningCheckpoint):
         generators = self._generators or generator_states(pl_module.device)
         checkpoint["random_states"] = _from_every_rank(trainer, random_state(generators))
         runs = [logger.version for logger in trainer.loggers if isinstance(logger, WandbLogger)]
+        checkpoint["validation_due"] = self._validation_due
         checkpoint["wandb_run_id"] = runs[0] if runs else None
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: Mapping[str, Any]) -> None:
+        self._validation_due = checkpoint.get("validation_due", False)
         states = checkpoint.get("random_states", [])
         if len(states) == trainer.world_size:
             self._resumed_random_state = states[trainer.global_rank]
@@ -166,12 +189,15 @@ class Checkpoint(LightningCheckpoint):
         if trainer.fast_dev_run:  # pyright: ignore[reportAttributeAccessIssue] (set by a connector)
             return
         path = self.dirpath / f"step_{trainer.global_step:08d}.ckpt"
+        for logger in trainer.loggers:
+            logger.save()  # a resumed run does not log again what came before its checkpoint
         self._saving = True  # left set by a failure, which must not be answered with another attempt
         trainer.save_checkpoint(path, weights_only=False)
         self._saving = False
         self._saved_step = trainer.global_step
         if trainer.is_global_zero:
-            for old in checkpoint_files(self.dirpath)[self.keep :]:
+            left_behind = self.dirpath.glob(".step_*.ckpt.partial")  # by a kill while it was written
+            for old in (*checkpoint_files(self.dirpath)[self.keep :], *left_behind):
                 old.unlink(missing_ok=True)
         if self._signals.received is not None:
             log.warning(f"Wrote {path}, from which resume_from continues.")
@@ -182,12 +208,30 @@ def _is_last_step(trainer: Trainer) -> bool:
     return trainer.global_step == trainer.max_steps or trainer.should_stop or last_of_epoch
 
 
+def _validate(trainer: Trainer) -> None:
+    """The validation that a stopped run owed, as the epoch loop would have run it."""
+    loop = trainer.fit_loop.epoch_loop.val_loop
+    progress = loop.batch_progress.state_dict()
+    loop.restarting = False  # it did not begin
+    trainer.validating = True
+    loop.run()
+    trainer.training = True
+    loop.batch_progress.load_state_dict(progress)  # the epoch loop takes it for done, and counts it
+
+
 def _from_every_rank(trainer: Trainer, state: dict[str, Any]) -> list[Any]:
     states: list[Any] = [state]
     if trainer.world_size > 1:
         states = [None] * trainer.world_size
         torch.distributed.all_gather_object(states, state)
     return states
+
+
+def _reason(error: BaseException | None) -> OSError | None:
+    """What the file system said, which torch's writer hides behind an error of its own."""
+    while error is not None and not (isinstance(error, OSError) and error.errno):
+        error = error.__context__
+    return error
 
 
 def _sync_folder(folder: Path) -> None:

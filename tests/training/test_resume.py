@@ -15,6 +15,7 @@ from flash_train.training.module import LanguageModel
 from flash_train.training.optimizer import muon
 from flash_train.training.resume import find_checkpoint, read_header
 from flash_train.training.schedule import warmup_stable_decay
+from tests.training.endings import same
 
 
 def fit(
@@ -36,16 +37,6 @@ def contents(folder: Path) -> dict[str, Any]:
     checkpoint = torch.load(find_checkpoint(folder), weights_only=True)
     keys = ("state_dict", "optimizer_states", "lr_schedulers", "tokens_seen", "random_states", "global_step")
     return {key: checkpoint[key] for key in keys}
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(same, a, b))
-    return a == b
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -132,6 +123,23 @@ def test_a_second_ctrl_c_does_not_wait_for_the_step(tmp_path: Path) -> None:
 
 def fail() -> None:
     raise RuntimeError("the disk is gone")
+
+
+@pytest.mark.parametrize(("hook", "step"), [("on_validation_start", 3), ("on_validation_batch_start", 9)])
+def test_a_validation_that_did_not_come_to_its_end_is_run_when_the_run_is_resumed(
+    tmp_path: Path, hook: str, step: int
+) -> None:
+    """Of the third of nine steps the rest is there to train, of the ninth nothing is."""
+    whole, parts = RecordingLogger(), RecordingLogger()
+    fit(tmp_path / "whole", max_steps=9, logger=whole)
+    always = Checkpoint(dirpath=tmp_path / "parts" / "checkpoints", every_n_train_steps=1)
+    with pytest.raises(RuntimeError, match="the disk is gone"):
+        fit(tmp_path / "parts", always, Trip(hook, step, fail), max_steps=9, logger=parts)
+    assert read_header(find_checkpoint(tmp_path / "parts")).step == step
+    fit(tmp_path / "parts", ckpt_path=find_checkpoint(tmp_path / "parts"), max_steps=9, logger=parts)
+    validated = [row for row in whole.rows if "validation/loss" in row[1]]
+    assert [row for row in parts.rows if "validation/loss" in row[1]] == validated and len(validated) == 3
+    assert same(contents(tmp_path / "parts"), contents(tmp_path / "whole"))
 
 
 @pytest.mark.parametrize(("hook", "saved"), [("on_before_backward", 2), ("on_validation_end", 3)])

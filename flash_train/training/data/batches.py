@@ -4,8 +4,13 @@ The iterables are not DataLoaders themselves: Lightning gives a DataLoader anoth
 ranks, and a warning when it has no workers, and both would be wrong here.
 """
 
+import os
+import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 
 import numpy as np
@@ -112,7 +117,12 @@ class TrainingBatches:
         firsts = count(self.position(), self.rows.share.global_rows)
         try:
             yield from DataLoader(
-                self.rows, batch_size=None, sampler=firsts, num_workers=self.workers, pin_memory=self.pin_memory
+                self.rows,
+                batch_size=None,
+                sampler=firsts,
+                num_workers=self.workers,
+                pin_memory=self.pin_memory,
+                worker_init_fn=partial(_begin_worker, os.getpid()),
             )
         except (EOFError, OSError) as error:
             if not self.workers or str(error).startswith("Caught "):  # so a worker's own error begins
@@ -125,6 +135,21 @@ class TrainingBatches:
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         return None
+
+
+def _begin_worker(parent: int, worker: int) -> None:
+    """A terminal and a scheduler signal every process of a run: the trainer ends its step, and then its workers."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The second one works: torch ends by this signal who does not come when he is called.
+    signal.signal(signal.SIGTERM, lambda number, _: signal.signal(number, signal.SIG_DFL))
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+
+def _end_with(parent: int) -> None:
+    """End this process with the one that began it; torch does not see that it died before its worker looked first."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
 
 
 @dataclass(frozen=True)
