@@ -35,7 +35,7 @@ FP32_UNLESS_TOLD = frozenset(
 )
 """They have an argument `dtype`, or compute in fp32 what is given in half."""
 _HALVES = (torch.float16, torch.bfloat16)
-_EFFICIENT_TAKES_GROUPS = torch.__version__ >= (2, 14)
+_EFFICIENT_TAKES_GROUPS = torch.__version__ >= "2.14"
 """Whether SDPA's efficient back end takes grouped heads, which went to the math back end before."""
 
 

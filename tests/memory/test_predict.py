@@ -388,7 +388,7 @@ def test_autocast_chooses_as_on_cuda(function, dtype) -> None:
         (None, (8, 0), torch.bfloat16, 2, "flash_attention"),
         (None, (9, 0), torch.bfloat16, 2, "cudnn_attention"),
         (None, (9, 0), torch.float32, 4, "efficient_attention"),
-        (None, (9, 0), torch.float32, 2, "efficient_attention" if torch.__version__ >= (2, 14) else "bmm"),
+        (None, (9, 0), torch.float32, 2, "efficient_attention" if torch.__version__ >= "2.14" else "bmm"),
         ([SDPBackend.EFFICIENT_ATTENTION], (8, 0), torch.bfloat16, 4, "efficient_attention"),
         ([SDPBackend.MATH], (8, 0), torch.bfloat16, 2, "bmm"),
     ],
