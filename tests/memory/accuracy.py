@@ -27,6 +27,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from flash_train.commands.environment import describe_environment
+from flash_train.commands.run import quieten
 from flash_train.diagnostics.memory import MemoryMonitor
 from flash_train.diagnostics.prediction import card_at
 from flash_train.memory.cards import GIB, Card
@@ -70,7 +71,6 @@ def predict(point: Point, device: str, card: Card | None) -> Outcome:
 
 def measure(point: Point, device: str) -> dict[str, Any]:
     """What MemoryMonitor reads of a run of it in this process, which should have done nothing yet."""
-    _quieten()
     torch.manual_seed(0)
     monitor = MemoryMonitor()
     trainer = lightning.Trainer(
@@ -111,14 +111,6 @@ def measured_there(outcome: Outcome, ended: Ended) -> Outcome:
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def _quieten() -> None:
-    warnings.filterwarnings("ignore", message=".*(does not have many workers|LeafSpec|val_dataloader).*")
-    import logging
-
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.WARNING)
 
 
 # All of them
@@ -224,6 +216,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("memory-accuracy"), help="folder of the files")
     parser.add_argument("--point", type=Point.from_json, help="measure this one alone, in this process, as JSON")
     given = parser.parse_args()
+    quieten()
+    warnings.filterwarnings("ignore", message=".*have no `val_dataloader`")
     if given.point is not None:
         outcome = measured_here(Outcome(given.point, "predicted"), given.device)
         found = asdict(outcome)
