@@ -7,12 +7,12 @@ Nothing here imports torch: help, completion and a misspelled key are answered a
 
 import argparse
 import os
-import signal
-import subprocess
+import secrets
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, NoReturn
@@ -28,6 +28,17 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from flash_train.commands.overrides import check_groups, check_keys, merge, nearest, parse
+from flash_train.commands.sweep import (
+    Row,
+    SweepFolder,
+    check_started_once,
+    check_tasks,
+    conclude_sweep,
+    read_records,
+    run_job,
+    write_record,
+    write_table,
+)
 from flash_train.comparison.text import quoted
 from flash_train.config import config_root, group_options, register
 
@@ -36,6 +47,8 @@ Recall = Callable[[str], list[str]]
 
 # Under this variable Hydra raises what it would otherwise print with a stack trace and advice of its own.
 _FULL_ERROR = "HYDRA_FULL_ERROR"
+# Names that Hydra knows once a plugin is installed, by a word in them.
+_PLUGINS = {"submitit": "flash_train[slurm]", "optuna": "flash_train[optuna]"}
 
 
 class ExitCode(IntEnum):
@@ -46,6 +59,7 @@ class ExitCode(IntEnum):
     BAD_INPUT = 2
     OUT_OF_MEMORY = 3
     INTERRUPTED = 130
+    TERMINATED = 143
 
 
 def launch(task: Task, *, config_name: str, module: str, recall: tuple[str, Recall] | None = None) -> NoReturn:
@@ -67,8 +81,8 @@ def launch(task: Task, *, config_name: str, module: str, recall: tuple[str, Reca
             if not (arguments.shell_completion or arguments.help or arguments.hydra_help):
                 _prepare(arguments, recall)
             code = _compose_and_run(_Job(task, config_name, module, arguments, wanted))
-    except KeyboardInterrupt:
-        code = ExitCode.INTERRUPTED
+    except KeyboardInterrupt as interrupt:
+        code = ExitCode.TERMINATED if interrupt.args else ExitCode.INTERRUPTED
     except BrokenPipeError:  # whoever read our output has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = ExitCode.FAILURE
@@ -112,6 +126,10 @@ def _prepare(arguments: argparse.Namespace, recall: tuple[str, Recall] | None) -
             if arguments.multirun:
                 raise ValueError(f"{recall[0]} continues one run; leave out -m")
             arguments.overrides = merge(recall[1](str(override.value())), arguments.overrides)
+    if arguments.multirun:
+        check_started_once(os.environ)
+    target = f"{SweepFolder.__module__}.{SweepFolder.__qualname__}"
+    arguments.overrides.append(f"++hydra.callbacks.sweep._target_={target}")
 
 
 def _groups(arguments: argparse.Namespace) -> dict[str, list[str]]:
@@ -119,7 +137,8 @@ def _groups(arguments: argparse.Namespace) -> dict[str, list[str]]:
 
 
 class _Job:
-    """What Hydra calls with each composed configuration, one after the other; it keeps their exit codes."""
+    """What Hydra calls with each composed configuration. Of a sweep, a launcher may have it pickled and called on
+    another machine, so that what its jobs did is told by their records alone."""
 
     def __init__(
         self, task: Task, config_name: str, module: str, arguments: argparse.Namespace, full_error: str | None
@@ -129,22 +148,25 @@ class _Job:
         self.module = module
         self.arguments = arguments
         self.full_error = full_error
-        self.swept = False
-        self.codes: list[tuple[str, int]] = []
+        self.code = ExitCode.OK
+        self.sweep = secrets.token_hex(8)
 
-    def __call__(self, config: DictConfig) -> None:
-        """It raises nothing: Hydra would print its own lines around an exception."""
+    def __call__(self, config: DictConfig) -> float | None:
+        """The validation loss of a sweep's job, for a sweeper that seeks the lowest; None where there is none.
+
+        It raises nothing but what interrupts it: Hydra would print its own lines around an exception.
+        """
         settings = HydraConfig.get()
-        overrides = [str(text) for text in settings.overrides.task]
+        folder, overrides = Path(settings.runtime.output_dir), [str(text) for text in settings.overrides.task]
         with _environment(_FULL_ERROR, self.full_error):
-            code = self._run(config, Path(settings.runtime.output_dir), overrides)
-        self.codes.append((" ".join(overrides), code))
+            if settings.mode == RunMode.MULTIRUN:
+                row = Row(sweep=self.sweep, number=settings.job.num, overrides=tuple(overrides), folder=str(folder))
+                return self._run_apart(config, row, Path(settings.sweep.dir).absolute())
+            self.code = self._run(config, folder, overrides)
+            return None
 
     def _run(self, config: DictConfig, folder: Path, overrides: list[str]) -> int:
         try:
-            if HydraConfig.get().mode == RunMode.MULTIRUN:
-                self.swept = True
-                return _run_child(self.module, self.arguments, folder, overrides)
             return self.task(_plain(config, self.arguments), folder, overrides)
         except (ValueError, OmegaConfBaseException) as error:
             complain(self.config_name, _one_sentence(error))
@@ -153,19 +175,53 @@ class _Job:
             traceback.print_exc()
             return ExitCode.FAILURE
 
+    def _run_apart(self, config: DictConfig, row: Row, sweep_folder: Path) -> float | None:
+        try:
+            check_tasks(_plain(config, self.arguments), HydraConfig.get().launcher)
+            row = run_job(self._command(row), row, sweep_folder=sweep_folder)
+        except (ValueError, OmegaConfBaseException, OSError) as error:
+            text = _one_sentence(error)
+            complain(self.config_name, text)
+            row = replace(row, status="failed", exit_code=ExitCode.BAD_INPUT, error=text)
+            with suppress(OSError):
+                write_record(row, sweep_folder)
+        with suppress(OSError):  # the disk may be full; the next jobs may need less of it
+            write_table(read_records(sweep_folder, self.sweep), sweep_folder)
+        if row.status != "ok":
+            return None
+        if row.validation_loss is None and "BasicSweeper" not in str(HydraConfig.get().sweeper.get("_target_")):
+            complain(
+                self.config_name,
+                f"a sweeper that seeks needs a validation loss, and job {row.number} has none; "
+                "set validate_every=<at most trainer.max_steps> and trainer.limit_val_batches",
+            )
+        return row.validation_loss
+
+    def _command(self, row: Row) -> list[str]:
+        """The same job as a command of its own."""
+        swept = ("mode", "run", "sweep", "launcher", "sweeper", "callbacks")
+        own = tuple(f"hydra{mark}{name}" for mark in "./" for name in swept)
+        kept = [str(text) for text in HydraConfig.get().overrides.hydra if not str(text).lstrip("+~").startswith(own)]
+        command = [sys.executable, "-m", self.module, *row.overrides, *kept, f"hydra.run.dir={quoted(row.folder)}"]
+        if self.arguments.config_dir:
+            command += ["--config-dir", self.arguments.config_dir]
+        return [*command, "hydra.mode=RUN"]
+
 
 def _compose_and_run(job: _Job) -> int:
     setbase("1.3")
     root, arguments = str(config_root() / "conf"), job.arguments
+    SweepFolder.found = None
     try:
         # hydra.main reads sys.argv itself, where the overrides of an earlier run do not stand.
         _run_hydra(arguments, get_args_parser(), job, config_path=root, config_name=job.config_name)
     except HydraException:
         check_keys(parse(arguments.overrides), _groups(arguments), _keys(arguments, root, job.config_name))
         raise
-    if job.swept:
-        return _report(job.codes)
-    return job.codes[0][1] if job.codes else ExitCode.OK
+    finally:
+        if SweepFolder.found is not None:
+            job.code = conclude_sweep(SweepFolder.found, job.sweep)
+    return job.code
 
 
 def _plain(config: DictConfig, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -214,40 +270,14 @@ def _one_sentence(error: BaseException) -> str:
     text = str(error).strip() or str(error.__cause__ or type(error).__name__).strip()
     if isinstance(error, YAMLError):
         text = " ".join(line.strip() for line in text.splitlines())
-    if isinstance(error, MissingConfigException) and error.options:
-        group, _, name = (error.missing_cfg_file or "").rpartition("/")
-        text = f"{group} has no {name!r} (set in a recipe?); {nearest(name, error.options)}"
+    if isinstance(error, MissingConfigException):
+        missing, options = error.missing_cfg_file or "", list(error.options or [])
+        group, _, name = missing.rpartition("/")
+        plugin = next((word for word in _PLUGINS if word in missing and not any(word in each for each in options)), "")
+        if plugin:
+            text = f"{missing} comes with a package that is not installed; pip install '{_PLUGINS[plugin]}'"
+        elif options:
+            text = f"{group} has no {name!r} (set in a recipe?); {nearest(name, options)}"
     if isinstance(error, OSError) and error.strerror and error.filename:
         text = f"cannot write {error.filename}: {error.strerror}"
     return text.splitlines()[0]
-
-
-def _run_child(module: str, arguments: argparse.Namespace, folder: Path, overrides: Sequence[str]) -> int:
-    """Run one job of a sweep in a process of its own, so that it starts from clean memory counters."""
-    own = ("hydra.mode", "hydra.run", "hydra.sweep", "hydra.launcher", "hydra/launcher", "hydra/sweeper")
-    kept = [str(text) for text in HydraConfig.get().overrides.hydra if not str(text).lstrip("+~").startswith(own)]
-    command = [sys.executable, "-m", module, *overrides, *kept, f"hydra.run.dir={quoted(folder)}"]
-    if arguments.config_dir:
-        command += ["--config-dir", arguments.config_dir]
-    child = subprocess.Popen(command)
-
-    def end(number: int, frame: object) -> NoReturn:
-        child.terminate()
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        return child.wait()
-    except KeyboardInterrupt:
-        child.wait()  # a terminal has sent Ctrl-C to both; the child writes its last checkpoint
-        raise
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _report(jobs: Sequence[tuple[str, int]]) -> int:
-    failed = [(name, code) for name, code in jobs if code != ExitCode.OK]
-    print(f"{len(jobs)} jobs: {len(jobs) - len(failed)} ok, {len(failed)} failed")
-    for name, code in failed:
-        print(f"  exit {code}: {name}")
-    return ExitCode.FAILURE if failed else ExitCode.OK

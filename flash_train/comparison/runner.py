@@ -51,11 +51,11 @@ def run_job(job: Job, *, tick: Callable[[], None]) -> Outcome:
         shutil.rmtree(job.folder)
     job.folder.mkdir(parents=True, exist_ok=True)
     _write_json(job.folder / "command.json", _identity(job))
-    kills, start = _out_of_memory_kills(), time.monotonic()
+    kills, start = out_of_memory_kills(), time.monotonic()
     exit_code = _run_child(job, tick)
     result = _read_json(job.folder / "result.json")
     if result is None or "status" not in result:
-        result = _unreported(job, exit_code, killed_for_memory=_out_of_memory_kills() > kills)
+        result = _unreported(job, exit_code, killed_for_memory=out_of_memory_kills() > kills)
         _write_json(job.folder / "result.json", result)
     return Outcome(result=result, reused=False, seconds=time.monotonic() - start)
 
@@ -63,7 +63,7 @@ def run_job(job: Job, *, tick: Callable[[], None]) -> Outcome:
 def _run_child(job: Job, tick: Callable[[], None]) -> int:
     with (job.folder / "output.log").open("w") as log:
         child = subprocess.Popen(
-            job.command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, preexec_fn=_die_with_parent()
+            job.command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, preexec_fn=die_with_parent(signal.SIGKILL)
         )
         try:
             while child.poll() is None:
@@ -84,8 +84,10 @@ def _end(child: subprocess.Popen[bytes]) -> None:
             child.wait()
 
 
-def _die_with_parent() -> Callable[[], None] | None:
-    """A parent that is killed cannot clean up, so Linux is asked to kill the child with it (prctl(2)).
+def die_with_parent(number: int) -> Callable[[], None] | None:
+    """For subprocess's `preexec_fn`: the child gets signal `number` when its parent dies.
+
+    A parent that is killed cannot clean up, so Linux is asked to (prctl(2)).
 
     The library is loaded before the fork, because the child may only make the call itself.
     """
@@ -94,7 +96,7 @@ def _die_with_parent() -> Callable[[], None] | None:
     prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
 
     def ask() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        prctl(_PR_SET_PDEATHSIG, number)
         if os.getppid() != parent:
             os._exit(1)
 
@@ -114,10 +116,18 @@ def _finished_result(job: Job) -> dict[str, Any] | None:
 
 def _unreported(job: Job, exit_code: int, *, killed_for_memory: bool) -> dict[str, Any]:
     """The result of a child that died before it could write one."""
+    result = how_it_ended(exit_code, killed_for_memory=killed_for_memory)
+    if result["status"] == "failed":
+        result["error"] += f": {_last_line(job.folder / 'output.log')}"
+    return result
+
+
+def how_it_ended(exit_code: int, *, killed_for_memory: bool) -> dict[str, Any]:
+    """Status and error, as in a result.json, of a process that left none and ended with this code (or signal, < 0)."""
     if exit_code == -signal.SIGKILL and killed_for_memory:
         return {"status": "oom", "error": "killed by the kernel for want of memory"}
     how = f"ended by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"ended with exit code {exit_code}"
-    return {"status": "failed", "error": f"{how} and no result: {_last_line(job.folder / 'output.log')}"}
+    return {"status": "failed", "error": f"{how} and no result"}
 
 
 def _last_line(log: Path) -> str:
@@ -125,7 +135,7 @@ def _last_line(log: Path) -> str:
     return lines[-1] if lines else f"nothing in {log}"
 
 
-def _out_of_memory_kills() -> int:
+def out_of_memory_kills() -> int:
     """How often this machine's kernel has killed a process for memory so far (0 where it does not say)."""
     try:
         counters = Path("/proc/vmstat").read_text().splitlines()

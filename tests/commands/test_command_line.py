@@ -23,6 +23,7 @@ WRONG = {
     ("callbacks=[default,prob]",): "callbacks has no 'prob'; did you mean probe?",
     ("attention=naive,flash",): "add -m to run one after the other",
     ("-m", "attention=naive,flesh"): "attention has no 'flesh'",
+    ("-m", "hydra/sweeper=basik", "seed=1,2"): "hydra/sweeper has no 'basik' (set in a recipe?); did you mean basic?",
     ("loggers=null",): "write loggers=none",
     ("~trainer",): "trainer cannot be taken away",
     ("eval",): "'eval' is not an override; write key=value",

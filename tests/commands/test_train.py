@@ -190,10 +190,9 @@ def test_a_run_that_cannot_go_on_keeps_what_it_had(
     assert (tmp_path / "run" / "result.json").read_text() == before
 
 
-def test_each_job_of_a_sweep_has_a_process_and_one_that_fails_does_not_stop_the_rest(
-    tmp_path: Path, cache: str
-) -> None:
+def test_a_sweep_of_jobs_with_two_devices_runs_each_once_and_in_one_folder(tmp_path: Path, cache: str) -> None:
     sweep = ["-m", "model.heads=3,2", "attention=naive", "hydra.sweep.dir=sweep", "callbacks=none"]
+    sweep += ["trainer.devices=2", "trainer.overfit_batches=0"]
     short = [argument for argument in SHORT if not argument.startswith("hydra.")]
     answer = subprocess.run(
         [sys.executable, "-m", "flash_train.commands.train", *short, *sweep],
@@ -207,7 +206,10 @@ def test_each_job_of_a_sweep_has_a_process_and_one_that_fails_does_not_stop_the_
     assert answer.stderr.startswith("flash-train: heads must divide width") and "Traceback" not in answer.stderr
     jobs = [result(tmp_path / "sweep" / str(number)) for number in range(2)]
     assert [job["status"] for job in jobs] == ["failed", "ok"]
-    assert jobs[1]["attention"]["ran"] == "naive"
+    assert jobs[1]["attention"]["ran"] == "naive" and jobs[1]["steps"] == 2
+    assert (tmp_path / "sweep" / "1" / "train_ddp_process_1.log").exists()  # the other rank's, beside the first's
+    assert {path.name for path in tmp_path.iterdir()} == {"sweep"}
+    assert {path.name for path in (tmp_path / "sweep").iterdir() if path.is_dir()} == {".jobs", "0", "1"}
 
 
 def test_ctrl_c_leaves_a_checkpoint_and_a_result(tmp_path: Path, cache: str) -> None:

@@ -70,7 +70,7 @@ def test_a_child_that_was_killed_is_no_measurement(tmp_path: Path, monkeypatch: 
 def test_a_kernel_that_kills_for_memory_is_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     behave(monkeypatch, "killed")
     kills = iter((3, 4))
-    monkeypatch.setattr("flash_train.comparison.runner._out_of_memory_kills", lambda: next(kills))
+    monkeypatch.setattr("flash_train.comparison.runner.out_of_memory_kills", lambda: next(kills))
     assert run_job(job(tmp_path / "run"), tick=nothing).result["status"] == "oom"
 
 
