@@ -183,11 +183,12 @@ def test_what_makes_no_sense_is_refused(wrong: dict[str, Any], text: str) -> Non
 
 @pytest.mark.gpu
 def test_on_a_gpu_the_allocators_bytes_tell(caplog: pytest.LogCaptureFixture) -> None:
-    settings: dict[str, Any] = {"accelerator": "cuda", "max_steps": 100}
     detector = LeakDetector()
-    trainer(detector, **settings).fit(TinyModule(width=256), DataLoader(OfAnyLength(), batch_size=None))
+    healthy = trainer(detector, accelerator="cuda", max_steps=1000)
+    healthy.fit(TinyModule(width=256), DataLoader(OfAnyLength(), batch_size=None))
     assert detector.result() == {"source": "allocator", "growth_bytes_per_step": 0.0, "leak": None}
-    trainer(detector, **settings).fit(Leaking(), batches(100))
+    trainer(detector, accelerator="cuda", max_steps=100).fit(Leaking(), batches(100))
     leak = detector.result()["leak"]
+    assert leak["step"] < 100
     assert leak["slope"] == pytest.approx(MIB, rel=0.01) and leak["first_module"] == "net.1"
     assert leak["out_of_memory_step"] > 1000
