@@ -69,7 +69,9 @@ def flash_attention(
             the head and the positions in the document alone.
         deterministic: whether every run gives the same bits in the backward, too; None is torch's own switch. The
             Triton kernels and the tiled path sum in a fixed order, with or without it; so do the Hopper kernels but for
-            dQ, to which their programs add in any order, and with it one after the other, which costs some waiting.
+            dQ, to which their programs add in any order, and with it one after the other: on an H200, bf16, causal,
+            T = 8,192 at 553 against 563 TFLOP/s for D = 128, 450 against 486 for D = 64 and 333 against 354 for
+            D = 256 (medians of three rounds in turns, torch 2.11.0+cu130, triton 3.6.0, 2026-11-30).
         implementation: one of `IMPLEMENTATIONS`. "flash" is this package's: the Triton kernels on a GPU, those
             written for compute capability 9.0 where they are faster and known to work, else the tiled path, each step
             down logged once with its reason; "triton", "hopper" and "tiled" ask for one of them. "sdpa" is

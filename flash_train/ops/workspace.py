@@ -40,8 +40,8 @@ def backward_workspace(
 
     On a CPU delta, the log-sum-exp without infinities, and the tiles; gradients in fp32 where they end as halves.
     Triton: one fp32 number for each row of scores, delta. Hopper: 16 bf16 numbers, in whole tiles of at most 128 rows,
-    dQ's sums in fp32, in whole octets of rows, and two counts a tile of queries if deterministic; what it does not take
-    runs on Triton, with less.
+    dQ's sums in fp32, in whole octets of rows, and a count for 64 rows; what it does not take runs on Triton, with
+    less.
     """
     B, H, T, D = q.shape
     terms = Terms(*rest[5:])
@@ -55,6 +55,6 @@ def backward_workspace(
         wide = q.numel() + k.numel() + v.numel() if half else 0  # fp32 sums, which the results follow at the end
         return 4 * 2 * B * H * T + max(4 * tiles + 2 * wide, 4 * wide)
     if capability == HOPPER and half and terms.implementation in ("flash", "hopper"):
-        counts = 8 * -(-T // 64) if terms.deterministic else 0
-        return B * H * (4 * D * (-(-T // 8) * 8) + 32 * (-(-T // 128) * 128) + counts)
+        rows = -(-T // 128) * 128
+        return B * H * (4 * D * (-(-T // 8) * 8) + 32 * rows + 4 * rows // 64)
     return 4 * B * H * T

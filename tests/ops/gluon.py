@@ -25,7 +25,7 @@ class Shared:
     """A tile, or tiles, in shared memory."""
 
     def __init__(self, data: Tensor) -> None:
-        self.data, self.dtype = data, data.dtype
+        self.data, self.dtype, self.layout = data, data.dtype, None
 
     def index(self, i: int) -> "Shared":
         assert 0 <= i < len(self.data)
@@ -123,7 +123,7 @@ def run_on_cpu(
         return found
 
     def await_count(pointer: Pointer, count: int) -> None:  # programs run one after the other
-        assert int(pointer.x[pointer.offset]) == count, "a program would wait for a later one"
+        assert int(pointer.x[pointer.offset]) >= count, "a program would wait for a later one"
 
     def add_one(pointer: Pointer) -> None:
         with lock:

@@ -1,22 +1,33 @@
 """The Hopper backward: which tiles it visits, and on the CPU, product by product, its gradients."""
 
 import itertools
+import types
 
 import pytest
 import torch
+from triton.experimental.gluon._runtime import GluonJITFunction
 
 from flash_train.ops import choice
 from flash_train.ops.attention import Mask, Score, flash_attention_with_lse
 from flash_train.ops.features import UNBOUNDED, Terms
-from flash_train.ops.kernels.hopper import backward, backward_wide, derivative, rows
+from flash_train.ops.kernels.hopper import backward, backward_wide, derivative, places, rows
 from flash_train.ops.kernels.hopper.backward import hopper_backward_kernel
 from flash_train.ops.kernels.hopper.backward_fetch import Numbers
 from flash_train.ops.kernels.hopper.backward_wide import hopper_wide_backward_kernel
 from flash_train.ops.kernels.hopper.derivative import hopper_backward
-from flash_train.ops.kernels.hopper.places import later_keys, query_tiles
+from flash_train.ops.kernels.hopper.places import blocks_before, query_tiles, shared_tiles
 from flash_train.ops.kernels.launch import run
 from tests.ops.gluon import run_on_cpu
 from tests.ops.test_hopper import visible
+
+
+def call(function: GluonJITFunction, *args):
+    """A function of `places` as Python has it, and those that it calls."""
+    names = {name: x for name, x in vars(places).items()}
+    for name in ("query_tiles", "shared_tiles", "blocks_before"):
+        body = vars(vars(places)[name])["fn"]
+        names[name] = types.FunctionType(body.__code__, names)
+    return names[function.__name__](*args)
 
 
 @pytest.mark.parametrize("mask", ["full", "causal", "window"])
@@ -28,9 +39,9 @@ def test_the_query_tiles_of_a_block_are_those_that_see_it_and_the_unmasked_ones_
     for T, S, (left, right), top_left in itertools.product((1, 4, 7, 12, 21), (1, 5, 6, 13), bounds, (False, True)):
         shift = 0 if top_left else S - T
         seen = visible(T, S, left, right, shift)
-        n = Numbers(1, 1, 1, T, S, left, right, shift, 1.0, 1.0, 1.0)
+        n = Numbers(1, 1, 1, T, S, left, right, shift, 1.0, 1.0, 1.0, False, 8)
         for block in range(-(-S // block_s)):
-            start, full, full_end, end = vars(query_tiles)["fn"](block, n, block_t, block_s, mask)
+            start, full, full_end, end = call(query_tiles, block, n, block_t, block_s, mask)
             keys = seen[:, block * block_s : (block + 1) * block_s]
             assert 0 <= start <= full <= full_end <= end
             assert set(range(start, end)) == {t // block_t for t in keys.any(1).nonzero().flatten().tolist()}
@@ -38,11 +49,12 @@ def test_the_query_tiles_of_a_block_are_those_that_see_it_and_the_unmasked_ones_
             whole = [i for i in range(start, end) if within and keys[i * block_t : (i + 1) * block_t].all()]
             assert list(range(full, full_end)) == whole
             assert mask == "window" or full_end == end
+            earlier, later = call(shared_tiles, block, n, block_t, block_s, mask)
+            ranges = [call(query_tiles, x, n, block_t, block_s, mask) for x in range(-(-S // block_s))]
             for i in range(start, end):
-                others = range(block + 1, -(-S // block_s))
-                ranges = [vars(query_tiles)["fn"](x, n, block_t, block_s, mask) for x in others]
-                seen_by = sum(first <= i < last for first, _, _, last in ranges)
-                assert vars(later_keys)["fn"](block, i, n, block_t, block_s, mask) == seen_by
+                seen_by = [x for x, (first, _, _, last) in enumerate(ranges) if first <= i < last]
+                assert call(blocks_before, block, i, n, block_t, block_s, mask) == seen_by.index(block)
+                assert (i < earlier) == (block > seen_by[0]) and (i >= later) == (block < seen_by[-1])
 
 
 @pytest.mark.parametrize(("D", "E", "reason"), [(128, 64, None), (192, 256, None), (60, 64, "multiples of 8, not 60")])
@@ -76,7 +88,8 @@ def check_on_the_cpu(q, k, v, mask, scale, monkeypatch, soft_cap=None, determini
             run_on_cpu(module, kernel, program, args)
 
     def with_nan(like, *shape, dtype=None):
-        return torch.full(shape, float("nan"), dtype=dtype or like.dtype)
+        x = torch.empty(shape, dtype=dtype or like.dtype)
+        return x.fill_(float("nan") if x.is_floating_point() else -1)
 
     monkeypatch.setattr(derivative, "run", run_here)
     for module in (derivative, rows):
@@ -93,7 +106,7 @@ def check_on_the_cpu(q, k, v, mask, scale, monkeypatch, soft_cap=None, determini
 
 @pytest.mark.parametrize("D", [64, 256])
 @pytest.mark.parametrize("mask", [Mask(), Mask(causal=True), Mask(window=(70, 3))], ids=str)
-def test_deterministic_programs_wait_for_those_with_later_keys_which_have_earlier_numbers(D, mask, monkeypatch):
+def test_programs_wait_for_those_with_earlier_keys_which_have_earlier_numbers(D, mask, monkeypatch):
     torch.manual_seed(0)
     q, k, v = torch.randn(1, 4, 300, D), torch.randn(1, 2, 290, D), torch.randn(1, 2, 290, D)
     check_on_the_cpu(q, k, v, mask, 0.2, monkeypatch, deterministic=True)

@@ -22,13 +22,12 @@ from tests.ops.ptxas import verdict
 
 MASKS = ["full", "causal", "window"]
 SPILLED = {
-    64: ((80, 92, 124), (784, 792, 828)),
-    128: ((32, 32, 56), (148, 160, 192)),
-    256: ((376, 384, 396), (360, 368, 380)),
+    64: ((128, 184, 232), (820, 848, 904)),
+    128: ((84, 104, 88), (252, 276, 328)),
+    256: ((216, 220, 244), (212, 220, 244)),
 }
 """Bytes a thread of full, causal and window, without and with a soft cap, Triton 3.6.0 and 3.7.1, the larger. Without
-one most are written and read outside the loop: a step of width 64 reads few numbers again. In the one of 256
-one of the two warpgroups reads descriptors of its halves."""
+one they are addresses and bounds, written before the loop: a step of width 64 reads some 15 of them again."""
 TARGET = GPUTarget("cuda", 90, 32)
 
 
@@ -38,18 +37,18 @@ def tile(dtype: str, rows: int, columns: int) -> str:
     return f"tensordesc<{dtype}[1, 1, {rows}, {columns}],{layout}>"
 
 
-def backward(mask: str, W: int, dtype: str = "bf16", soft_cap: bool = False, ordered: bool = False):
+def backward(mask: str, W: int, dtype: str = "bf16", soft_cap: bool = False):
     """The kernel as `hopper_backward` launches it."""
     kernel = hopper_backward_kernel if W < 256 else hopper_wide_backward_kernel
     row, names = BACKWARD[W], kernel.arg_names
     constants = dict(
-        MASK=mask, ORDERED=ordered, BLOCK_T=row.block_t, W=W, STAGES=row.stages, SOFT_CAP=soft_cap,
+        MASK=mask, BLOCK_T=row.block_t, W=W, STAGES=row.stages, SOFT_CAP=soft_cap,
         REGISTERS=row.registers, FEW_REGISTERS=row.few_registers,
     )  # fmt: skip
     queries, keys, starts = tile(dtype, row.block_t, W), tile(dtype, 64, W), tile("bf16", row.block_t, 16)
     types = dict.fromkeys(names, "i32") | dict.fromkeys(constants, "constexpr") | dict(
-        q=queries, k=keys, v=keys, do=queries, starts=starts, dq=tile("fp32", 64, 64), dk=keys, dv=keys,
-        counts="*i32" if ordered else "*fp32", log2_scale="fp32", scale="fp32", inner="fp32",
+        q=queries, k=keys, v=keys, do=queries, starts=starts, sums=tile("fp32", 64, 64), dq=tile(dtype, 64, 64),
+        dk=keys, dv=keys, counts="*i32", log2_scale="fp32", scale="fp32", inner="fp32",
     )  # fmt: skip
     source = GluonASTSource(kernel, types, {(names.index(n),): x for n, x in constants.items()})
     return triton.compile(source, target=TARGET, options=dict(num_warps=4, enable_fp_fusion=True))
@@ -64,12 +63,6 @@ def test_the_backward_compiles_with_few_spills_and_no_product_that_waits(mask, s
     assert kernel.metadata.shared <= SHARED_BYTES
     assert said.spilled <= SPILLED[W][soft_cap][MASKS.index(mask)] and said.warnings == []
     assert "setmaxnreg" in kernel.asm["ptx"], "no registers move from the producer to the consumers"
-
-
-@pytest.mark.parametrize(("W", "spilled"), [(64, 376), (128, 508), (256, 796)])
-def test_so_does_the_deterministic_one(W, spilled):
-    said = verdict(backward("causal", W, ordered=True))
-    assert said.spilled <= spilled and said.warnings == []
 
 
 @pytest.mark.parametrize(("W", "a_step"), [(64, 64), (128, 32)])

@@ -4,10 +4,7 @@ The design is FlashAttention-3's (Shah et al. 2024, arXiv 2407.08608, section 3.
 program holds 128 keys of one key head, 64 a warpgroup, while the queries that see them pass by, of all the heads of
 the group: dK and dV are sums in registers. All five products are made once. S^T = K Q^T and dP^T = V dO^T have keys as
 rows, so that P^T and dS^T are operands of dV += P^T dO and dK += dS^T Q where they stand, in registers; dS^T goes
-through shared memory for dQ = dS K alone, which the copy engine adds to an fp32 tensor in global memory. In what order
-programs add there differs from run to run, and so does dQ's rounding; dK and dV do not. ORDERED, they add one after the
-other, from the last keys to the first: a tile of dQ has a count of those that did, and programs are numbered in this
-order, so that none waits for one that is not there yet. With a causal mask it is the order in which they would come.
+through shared memory for dQ = dS K alone, which another warp adds up in global memory: `backward_deliver.py`.
 
 The sums of S^T and dP^T have -L / scale and -delta in them. Both differ from column to column, and were a tenth of what
 shared memory, whose throughput bounds this kernel, has to do when each thread read those of its columns. So they come
@@ -24,27 +21,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from flash_train.ops.kernels.hopper.backward_deliver import deliver, hand_over
 from flash_train.ops.kernels.hopper.backward_fetch import FREE, Numbers, make_rings, produce
 from flash_train.ops.kernels.hopper.masks import hide
-from flash_train.ops.kernels.hopper.places import later_keys, locate, query_tiles
-from flash_train.ops.kernels.hopper.shim import (
-    add_one,
-    await_count,
-    bar_arrive,
-    bar_sync,
-    exp2,
-    reduce_add,
-    seam,
-    store,
-    stored,
-    tanh,
-    view,
-)
+from flash_train.ops.kernels.hopper.places import locate, query_tiles, shared_tiles
+from flash_train.ops.kernels.hopper.shim import bar_arrive, bar_sync, exp2, seam, store, tanh, view
 
 BOTH = gl.constexpr(8)
 """The named barrier at which the two warpgroups wait for each other."""
-OWN = gl.constexpr(14)
-"""The first of the named barriers at which each warpgroup meets by itself."""
 NEVER = gl.constexpr(2**31 - 1)
 """The first query that sees a key behind the last one."""
 
@@ -57,30 +41,6 @@ def ones(first: gl.constexpr, SCORES: gl.constexpr):
     chosen = (columns >= first) & (columns < first + 3)
     full, _ = gl.broadcast(gl.where(chosen, 1.0, 0.0), gl.zeros([64, 16], gl.float32, OPERAND))
     return full.to(gl.bfloat16)
-
-
-@gluon.jit
-def spread(x):
-    """[64, 64] of dQ's sums, their rows in `rows.sum_place`'s order."""
-    return x.reshape([8, 2, 4, 64]).permute((0, 2, 1, 3)).reshape([64, 64])
-
-
-@gluon.jit
-def await_turn(counts, head, block, tile, n, ME: gl.constexpr, BLOCK_T: gl.constexpr, KEYS: gl.constexpr,
-               MASK: gl.constexpr):  # fmt: skip
-    """Wait until all before this program have added to the warpgroup's part of a tile of dQ, whose count it returns."""
-    tiles = gl.cdiv(n.T, BLOCK_T)
-    count = counts + ((head * tiles + tile) * 2 + ME)
-    await_count(count, later_keys(block, tile, n, BLOCK_T, KEYS, MASK))
-    return count
-
-
-@gluon.jit
-def pass_turn(count, ME: gl.constexpr):
-    """Let the next program add where this one did."""
-    stored()
-    bar_sync(OWN + ME, 128)  # the thread that stored is one of these
-    add_one(count)
 
 
 @gluon.jit
@@ -111,9 +71,9 @@ def probabilities(s, v_tile, do_tile, start, masked, low, high, first_query, n, 
 
 
 @gluon.jit
-def _step(dq, counts, count, rings, done, block, head, i, masked, low, high, dk, dv, n, ME: gl.constexpr,
-          MASK: gl.constexpr, ORDERED: gl.constexpr, BLOCK_T: gl.constexpr, W: gl.constexpr, STAGES: gl.constexpr,
-          SCORES: gl.constexpr, DQ: gl.constexpr, OPERAND: gl.constexpr, SOFT_CAP: gl.constexpr):  # fmt: skip
+def _step(rings, done, i, first, last, masked, low, high, dk, dv, n, ME: gl.constexpr, MASK: gl.constexpr,
+          BLOCK_T: gl.constexpr, W: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr, DQ: gl.constexpr,
+          OPERAND: gl.constexpr, SOFT_CAP: gl.constexpr):  # fmt: skip
     """Query tile number `done` of the rings against this warpgroup's 64 keys.
 
     The comments count the products in flight: a wait for the others than the last n.
@@ -127,9 +87,6 @@ def _step(dq, counts, count, rings, done, block, head, i, masked, low, high, dk,
     mbarrier.wait(rings.q_full.index(stage), phase)
     s = warpgroup_mma(rings.k.index(ME), q_tile.permute((1, 0)), gl.zeros([64, BLOCK_T], gl.float32, SCORES),
                       use_acc=False, is_async=True)  # fmt: skip
-    if ORDERED:
-        if done > 0:
-            pass_turn(count, ME)
     mbarrier.wait(rings.do_full.index(stage), phase)
     p, factor, dp = probabilities(s, rings.v.index(ME), do_tile.permute((1, 0)), start, masked, low, high, first_query,
                                   n, BLOCK_T, MASK == "window", SOFT_CAP, SCORES)  # fmt: skip
@@ -157,24 +114,15 @@ def _step(dq, counts, count, rings, done, block, head, i, masked, low, high, dk,
     ds_operand = gl.convert_layout(ds, OPERAND)
     dk = warpgroup_mma(ds_operand, q_tile, dk, is_async=True)
     dq_tile = warpgroup_mma_wait(1, deps=(dq_tile,))  # dK
-    tma.store_wait(0)  # the tile before has left
-    rings.dq.index(ME).store(spread(dq_tile))
-    fence_async_shared()
-    if ORDERED:
-        count = await_turn(counts, head, block, i, n, ME, BLOCK_T, 128, MASK)
-    if W == 128:
-        reduce_add(dq, [0, head, first_query, ME * 64], view(rings.dq.index(ME), gl.float32, [1, 1, 64, 64], dq.layout))
-    else:
-        reduce_add(dq, [0, head, first_query + ME * 64, 0],
-                   view(rings.dq.index(ME), gl.float32, [1, 1, 64, 64], dq.layout))  # fmt: skip
+    hand_over(rings, dq_tile, done, first, last, n.scale, ME)
     dk, ds_operand = warpgroup_mma_wait(0, deps=(dk, ds_operand))
     bar_arrive(FREE + stage, 288)
-    return count, dk, dv
+    return dk, dv
 
 
 @gluon.jit
-def _consume(dq, dk, dv, counts, rings, n, ME: gl.constexpr, MASK: gl.constexpr, ORDERED: gl.constexpr,
-             BLOCK_T: gl.constexpr, W: gl.constexpr, STAGES: gl.constexpr, SOFT_CAP: gl.constexpr):  # fmt: skip
+def _consume(dk, dv, rings, n, ME: gl.constexpr, MASK: gl.constexpr, BLOCK_T: gl.constexpr, W: gl.constexpr,
+             STAGES: gl.constexpr, SOFT_CAP: gl.constexpr):  # fmt: skip
     """A warpgroup that computes: 64 keys of the program's 128, those from 64 ME on."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1],
                                                      instr_shape=[16, BLOCK_T, 16])  # fmt: skip
@@ -182,10 +130,11 @@ def _consume(dq, dk, dv, counts, rings, n, ME: gl.constexpr, MASK: gl.constexpr,
     DQ: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=2)
     # the first have the most rows, if that may be
-    block, key_head = locate(gl.program_id(0), gl.cdiv(n.S, 128), n.key_heads, ORDERED)
+    block, key_head = locate(gl.program_id(0), gl.cdiv(n.S, 128), n.key_heads, n.together, False)
     b = key_head // n.G
     g = key_head - b * n.G
     start, full, full_end, end = query_tiles(block, n, BLOCK_T, 128, MASK)
+    earlier, later = shared_tiles(block, n, BLOCK_T, 128, MASK)
     first_key = block * 128 + ME * 64
     keys = first_key + gl.arange(0, 64, gl.SliceLayout(1, SCORES))
     low = gl.where(keys < n.S, keys - n.shift - n.right, NEVER)
@@ -194,21 +143,15 @@ def _consume(dq, dk, dv, counts, rings, n, ME: gl.constexpr, MASK: gl.constexpr,
     dv_acc = gl.zeros([64, W], gl.float32, ACC)
     mbarrier.wait(rings.k_full, 0)
     mbarrier.wait(rings.v_full, 0)
-    head = (b * n.G + g) * n.group
-    i = start
-    count = counts
-    for done in range(0, (end - start) * n.group):  # one loop, one number of the head: fewer registers than b, h, two
+    i = end - 1
+    for done in range(0, (end - start) * n.group):
         masked = (i < full) | (i >= full_end)
-        count, dk_acc, dv_acc = _step(dq, counts, count, rings, done, block, head, i, masked, low, high, dk_acc,
-                                      dv_acc, n, ME, MASK, ORDERED, BLOCK_T, W, STAGES, SCORES, DQ, OPERAND,
-                                      SOFT_CAP)  # fmt: skip
-        i += 1
-        if i == end:
-            i = start
-            head += 1
-    if ORDERED:
-        if end > start:
-            pass_turn(count, ME)
+        first, last = i >= earlier, i < later
+        dk_acc, dv_acc = _step(rings, done, i, first, last, masked, low, high, dk_acc, dv_acc, n, ME, MASK, BLOCK_T, W,
+                               STAGES, SCORES, DQ, OPERAND, SOFT_CAP)  # fmt: skip
+        i -= 1
+        if i < start:
+            i = end - 1
     bar_sync(BOTH, 256)  # nobody reads the keys any more
     k_tile, v_tile = rings.k.index(ME), rings.v.index(ME)
     v_tile.store(dv_acc.to(dv.dtype))
@@ -219,17 +162,19 @@ def _consume(dq, dk, dv, counts, rings, n, ME: gl.constexpr, MASK: gl.constexpr,
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["key_heads", "G", "group", "T", "S", "left", "right", "shift"])
-def hopper_backward_kernel(q, k, v, do, starts, dq, dk, dv, counts, key_heads, G, group, T, S, left, right, shift,
-                           log2_scale, scale, inner, MASK: gl.constexpr, ORDERED: gl.constexpr,
-                           BLOCK_T: gl.constexpr, W: gl.constexpr, STAGES: gl.constexpr, SOFT_CAP: gl.constexpr,
-                           REGISTERS: gl.constexpr, FEW_REGISTERS: gl.constexpr):  # fmt: skip
+@gluon.jit(do_not_specialize=["key_heads", "G", "group", "T", "S", "left", "right", "shift", "ordered", "together"])
+def hopper_backward_kernel(q, k, v, do, starts, sums, dq, dk, dv, counts, key_heads, G, group, T, S, left, right, shift,
+                           log2_scale, scale, inner, ordered, together, MASK: gl.constexpr, BLOCK_T: gl.constexpr,
+                           W: gl.constexpr, STAGES: gl.constexpr, SOFT_CAP: gl.constexpr, REGISTERS: gl.constexpr,
+                           FEW_REGISTERS: gl.constexpr):  # fmt: skip
     """One program: 128 keys of one key head, against every query that sees them."""
     rings = make_rings(q, k, v, do, starts, 2, BLOCK_T, W, STAGES, STAGES)
-    n = Numbers(key_heads, G, group, T, S, left, right, shift, log2_scale, scale, inner)
+    n = Numbers(key_heads, G, group, T, S, left, right, shift, log2_scale, scale, inner, ordered, together)
     # each list of arguments in its place: a name would turn the constants into tensors
     gl.warp_specialize([
-        (_consume, (dq, dk, dv, counts, rings, n, gl.constexpr(0), MASK, ORDERED, BLOCK_T, W, STAGES, SOFT_CAP)),
-        (_consume, (dq, dk, dv, counts, rings, n, gl.constexpr(1), MASK, ORDERED, BLOCK_T, W, STAGES, SOFT_CAP)),
-        (produce, (q, k, v, do, starts, rings, n, MASK, 128, BLOCK_T, W, STAGES, STAGES, ORDERED)),
-    ], [4, 1], [REGISTERS, FEW_REGISTERS])  # fmt: skip
+        (_consume, (dk, dv, rings, n, gl.constexpr(0), MASK, BLOCK_T, W, STAGES, SOFT_CAP)),
+        (_consume, (dk, dv, rings, n, gl.constexpr(1), MASK, BLOCK_T, W, STAGES, SOFT_CAP)),
+        (produce, (q, k, v, do, starts, rings, n, MASK, 128, BLOCK_T, W, STAGES, STAGES)),
+        (deliver, (sums, dq, counts, rings, n, gl.constexpr(0), MASK, 128, BLOCK_T, W)),
+        (deliver, (sums, dq, counts, rings, n, gl.constexpr(1), MASK, 128, BLOCK_T, W)),
+    ], [4, 1, 1, 1], [REGISTERS, FEW_REGISTERS, FEW_REGISTERS, FEW_REGISTERS])  # fmt: skip

@@ -29,11 +29,15 @@ class Rings(NamedTuple):
     """dS^T: two pairs of one tile a warpgroup; in `backward_wide.py` each pair is P and dS. One pair is written while
     the other may still be read."""
     dq: Any
-    """One tile a warpgroup, on its way to global memory."""
+    """One tile [64, 64] a warpgroup, on its way to global memory: `backward_deliver.py`."""
     k_full: Any
     v_full: Any
     q_full: Any
     do_full: Any
+    dq_ready: Any
+    """Both of dq's tiles may be written."""
+    dq_left: Any
+    """Both have been read by the copy engine."""
 
 
 class Numbers(NamedTuple):
@@ -55,13 +59,17 @@ class Numbers(NamedTuple):
     scale: Any
     inner: Any
     """Under a soft cap: of the scores, whose tanh is then taken."""
+    ordered: Any
+    """Whether programs add to dQ one after the other, and not the first and the last alone in their place."""
+    together: Any
+    """Heads at a time: `locate`."""
 
 
 @gluon.jit
 def produce(q, k, v, do, starts, rings, n, MASK: gl.constexpr, KEYS: gl.constexpr, BLOCK_T: gl.constexpr,
-            W: gl.constexpr, STAGES: gl.constexpr, DO_STAGES: gl.constexpr, ORDERED: gl.constexpr):  # fmt: skip
+            W: gl.constexpr, STAGES: gl.constexpr, DO_STAGES: gl.constexpr):  # fmt: skip
     """The warp that fetches: keys and values of a program, then the queries that see them and their dO, by heads."""
-    block, key_head = locate(gl.program_id(0), gl.cdiv(n.S, KEYS), n.key_heads, ORDERED)
+    block, key_head = locate(gl.program_id(0), gl.cdiv(n.S, KEYS), n.key_heads, n.together, False)
     b = key_head // n.G
     g = key_head - b * n.G
     start, _, _, end = query_tiles(block, n, BLOCK_T, KEYS, MASK)
@@ -76,7 +84,8 @@ def produce(q, k, v, do, starts, rings, n, MASK: gl.constexpr, KEYS: gl.constexp
     done = 0  # query tiles
     for member in range(0, n.group):
         h = g * n.group + member
-        for i in range(start, end):
+        for back in range(start, end):
+            i = start + end - 1 - back
             stage = done % STAGES
             if done >= STAGES:
                 bar_sync(FREE + stage, 288)
@@ -120,9 +129,13 @@ def make_rings(q, k, v, do, starts, KEY_TILES: gl.constexpr, BLOCK_T: gl.constex
         gl.allocate_shared_memory(gl.int64, [1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [DO_STAGES, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [1], BARRIER),
     )
     mbarrier.init(rings.k_full, count=1)
     mbarrier.init(rings.v_full, count=1)
+    mbarrier.init(rings.dq_ready, count=1)
+    mbarrier.init(rings.dq_left, count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(rings.q_full.index(i), count=1)
     for i in gl.static_range(DO_STAGES):

@@ -1,18 +1,20 @@
 """The launcher of the Hopper backward."""
 
-import torch
 from torch import Tensor
 
 from flash_train.ops.features import Terms
 from flash_train.ops.kernels.hopper.backward import hopper_backward_kernel
 from flash_train.ops.kernels.hopper.backward_wide import hopper_wide_backward_kernel
-from flash_train.ops.kernels.hopper.rows import begin, finish
+from flash_train.ops.kernels.hopper.rows import begin
 from flash_train.ops.kernels.hopper.shim import describe
-from flash_train.ops.kernels.hopper.tables import BACKWARD, tile_width
-from flash_train.ops.kernels.launch import blocks, empty, kind_of_mask, run, zeros
+from flash_train.ops.kernels.hopper.tables import BACKWARD, heads_together, tile_width
+from flash_train.ops.kernels.launch import blocks, empty, kind_of_mask, run
 from flash_train.ops.kernels.operands import readable
 from flash_train.ops.kernels.tables import Launch
 from flash_train.ops.kernels.tiles import LOG2_E
+
+OCTET = 8
+"""Rows of dQ's sums that are kept together: `backward_deliver.spread`."""
 
 
 def hopper_backward(
@@ -38,19 +40,18 @@ def hopper_backward(
     padded = blocks(T, row.block_t) * row.block_t  # the copy engine reads whole blocks
     mask, cap = kind_of_mask(terms), terms.soft_cap
     unit = LOG2_E.value if cap else 1 / terms.scale  # a soft cap's scores are multiplied before
-    starts, dq_sum = begin(do, output, lse, grad_lse, D, padded, unit)
-    ordered = terms.deterministic
-    counts = zeros(q, B * H * padded // row.block_t * 2, dtype=torch.int32) if ordered else lse  # which is not read
     dq, dk, dv = empty(q, B, H, T, D), empty(k, B, G, S, D), empty(v, B, G, S, E)
+    starts, counts = begin(do, output, lse, grad_lse, dq, padded, unit)
+    sums = empty(lse, 1, B * H, blocks(T, OCTET) * OCTET, D)
     run(
         kernel, q.device, blocks(S, row.block_s) * B * G, Launch(row.block_t, row.block_s, 4, row.stages),
-        ("hopper backward", q.device, q.dtype, width, mask, cap > 0, ordered),
+        ("hopper backward", q.device, q.dtype, width, mask, cap > 0),
         describe(q, row.block_t, width), describe(k, 64, width), describe(v, 64, width),
         describe(do, row.block_t, width), describe(starts, row.block_t, 16),
-        describe(dq_sum, 64, 64), describe(dk, 64, width), describe(dv, 64, width), counts, B * G, G, H // G, T, S,
+        describe(sums, 64, 64), describe(dq.view(1, B * H, T, D), 64, 64), describe(dk, 64, width),
+        describe(dv, 64, width), counts, B * G, G, H // G, T, S,
         terms.left, terms.right, 0 if terms.top_left else S - T, (cap or terms.scale) * LOG2_E.value, terms.scale,
-        terms.scale / (cap or 1.0), mask, ordered, row.block_t, width, row.stages, cap > 0, row.registers,
-        row.few_registers,
+        terms.scale / (cap or 1.0), int(terms.deterministic), heads_together(T, width), mask, row.block_t, width,
+        row.stages, cap > 0, row.registers, row.few_registers,
     )  # fmt: skip
-    finish(dq_sum, dq, terms.scale)
     return dq, dk, dv

@@ -66,7 +66,7 @@ def produce_tile(q, k, v, rings, tile, done, n, MASK: gl.constexpr, BLOCK_S: gl.
     """Queries of a tile, then its keys and values. Keys are needed, and freed, one step earlier than values, and are
     fetched one step earlier. Returns how many tiles of keys the rings have seen."""
     BLOCK_T: gl.constexpr = CONSUMERS * 64
-    block, head = locate(tile, gl.cdiv(n.T, BLOCK_T), n.heads, MASK != "full")
+    block, head = locate(tile, gl.cdiv(n.T, BLOCK_T), n.heads, 8, MASK != "full")
     b = head // n.H
     h = head - b * n.H
     tiles = key_tiles(block, n, BLOCK_T, BLOCK_S, MASK)

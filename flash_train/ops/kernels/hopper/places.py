@@ -8,14 +8,13 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.jit
-def locate(tile, blocks, heads, LAST_FIRST: gl.constexpr):
-    """(block, head) of a tile, as `tiles.locate` of a program."""
-    TOGETHER: gl.constexpr = 8
-    group = tile // (TOGETHER * blocks)
-    here = min(TOGETHER, heads - group * TOGETHER)
-    rest = tile - group * TOGETHER * blocks
+def locate(tile, blocks, heads, together, LAST_FIRST: gl.constexpr):
+    """(block, head) of a tile: so many heads at a time, one block of all of them after the other."""
+    group = tile // (together * blocks)
+    here = min(together, heads - group * together)
+    rest = tile - group * together * blocks
     block = rest // here
-    head = group * TOGETHER + rest - block * here
+    head = group * together + rest - block * here
     if LAST_FIRST:
         block = blocks - 1 - block
     return block, head
@@ -81,9 +80,21 @@ def query_tiles(block, n, BLOCK_T: gl.constexpr, BLOCK_S: gl.constexpr, MASK: gl
 
 
 @gluon.jit
-def later_keys(block, tile, n, BLOCK_T: gl.constexpr, BLOCK_S: gl.constexpr, MASK: gl.constexpr):
-    """How many blocks behind this one see a query of the tile, which this one sees: `query_tiles`."""
-    last = (n.S + BLOCK_S - 1) // BLOCK_S - 1
-    if MASK != "full":
-        last = min(last, (min(tile * BLOCK_T + BLOCK_T, n.T) - 1 + n.shift + n.right) // BLOCK_S)
-    return last - block
+def shared_tiles(block, n, BLOCK_T: gl.constexpr, BLOCK_S: gl.constexpr, MASK: gl.constexpr):
+    """(earlier, later): of the query tiles that see a key of the block, those below `earlier` see one of an earlier
+    block, too, and those from `later` on one of a later block."""
+    start, _, _, end = query_tiles(block, n, BLOCK_T, BLOCK_S, MASK)
+    earlier, later = start, end
+    if block > 0:
+        _, _, _, earlier = query_tiles(block - 1, n, BLOCK_T, BLOCK_S, MASK)
+    if (block + 1) * BLOCK_S < n.S:
+        later, _, _, _ = query_tiles(block + 1, n, BLOCK_T, BLOCK_S, MASK)
+    return earlier, later
+
+
+@gluon.jit
+def blocks_before(block, tile, n, BLOCK_T: gl.constexpr, BLOCK_S: gl.constexpr, MASK: gl.constexpr):
+    """How many blocks before this one see a query of the tile, which this one sees: `query_tiles`."""
+    if MASK == "window":
+        block -= max(tile * BLOCK_T + n.shift - n.left, 0) // BLOCK_S
+    return block

@@ -1,22 +1,19 @@
-"""The two small kernels around the Hopper backward: what its sums of a row of scores begin with, and dQ after it."""
+"""The small kernel before the Hopper backward: what its sums of a row of scores begin with."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from flash_train.ops.kernels.launch import block_size, blocks, empty, run
+from flash_train.ops.kernels.launch import block_size, empty, run
 from flash_train.ops.kernels.operands import as_numbers, large, readable, vector
 from flash_train.ops.kernels.tables import Launch
-from flash_train.ops.kernels.tiles import row_deltas, store_tile
+from flash_train.ops.kernels.tiles import row_deltas
 
 HIGHEST = tl.constexpr(1.0e30)
 """The log-sum-exp of a row that saw nothing or is none: exp(s - 1e30) is 0, and nothing here is inf - inf."""
 ROWS = Launch(block_t=64, block_s=0, warps=4, stages=1)
-FINISH = Launch(block_t=4096, block_s=0, warps=8, stages=1)
-"""Each element is read once; block_t counts rows of the one kernel, elements of the other."""
-OCTET = 8
-"""Rows of dQ's sums that are stored together: `sum_place`."""
+"""Each element is read once."""
 
 
 @triton.jit
@@ -31,23 +28,16 @@ def in_three(x, columns, first):
                     tl.where(place == 2, low[:, None], 0.0)))  # fmt: skip
 
 
-@triton.jit
-def sum_place(row):
-    """Where a row of dQ's sums stands: of eight, those four that half a warp writes to shared memory at once are two
-    apart, and so in different banks. (One behind the other they share banks in pairs: a 12th of the backward's work for
-    shared memory, which bounds it.)"""
-    return row // 8 * 8 + row % 4 * 2 + row % 8 // 4
-
-
-@triton.jit(do_not_specialize=["H", "T", "t_sums", "padded", "dl_b", "dl_h", "dl_t"],
+@triton.jit(do_not_specialize=["H", "T", "dl_b", "dl_h", "dl_t", "padded"],
             do_not_specialize_on_alignment=["do", "output", "lse", "grad_lse"])  # fmt: skip
-def rows_kernel(do, output, lse, grad_lse, starts, dq_sum, do_strides, o_strides, dl_b, dl_h, dl_t, H, T,
-                t_sums, padded, unit, D: tl.constexpr, E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+def rows_kernel(do, output, lse, grad_lse, starts, dq, counts, do_strides, o_strides, dl_b, dl_h, dl_t, H, T, padded,
+                unit, D: tl.constexpr, E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
                 BLOCK_E: tl.constexpr, WIDTH: tl.constexpr, HAS_GRAD_LSE: tl.constexpr):  # fmt: skip
-    """-L unit and -delta = dL - rowsum(dO * O), three bf16 numbers each that begin rows of [B H, padded, 16], and zeros
-    [B H, T_SUMS, D] for dQ's sums: one program, BLOCK_T rows of one head.
+    """-L unit and -delta = dL - rowsum(dO * O), three bf16 numbers each that begin rows of [B H, padded, 16]; and a 0
+    of `counts`: one program, BLOCK_T rows of one head.
 
-    Rows that saw nothing or are none get L = HIGHEST and delta = 0, and so P = dS = 0.
+    Rows that saw nothing or are none get L = HIGHEST and delta = 0, and so P = dS = 0; and those that saw nothing,
+    zeros in dQ [B H, T, D], for no key's program may come by.
     """
     blocks = padded // BLOCK_T
     head = tl.program_id(0) // blocks
@@ -63,32 +53,22 @@ def rows_kernel(do, output, lse, grad_lse, starts, dq_sum, do_strides, o_strides
     start = in_three(tl.maximum(-tl.where(nothing, HIGHEST, L) * unit, -3.0e38), columns, 0)
     start += in_three(tl.where(nothing, 0.0, -delta), columns, 3)
     tl.store(starts + (head.to(tl.int64) * padded + rows)[:, None] * 16 + columns, start)
-    sums = dq_sum + (head.to(tl.int64) * t_sums + first) * D
-    zeros = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
-    store_tile(sums, 0, D, 0, 0, t_sums - first, zeros, D, BLOCK_T, BLOCK_D)
-
-
-@triton.jit(do_not_specialize=["T", "t_sums"])
-def finish_kernel(dq_sum, dq, T, t_sums, scale, D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr):
-    """dQ = scale dS K in the inputs' dtype: one program, BLOCK_T rows of one head."""
-    blocks = tl.cdiv(T, BLOCK_T)
-    head = (tl.program_id(0) // blocks).to(tl.int64)
-    rows = (tl.program_id(0) % blocks) * BLOCK_T + tl.arange(0, BLOCK_T)
-    columns = tl.arange(0, BLOCK_D)
-    inside = (rows < T)[:, None] & (columns < D)[None, :]
-    sums = tl.load(dq_sum + (head * t_sums + sum_place(rows))[:, None] * D + columns, mask=inside)
-    tl.store(dq + (head * T + rows)[:, None] * D + columns, (sums * scale).to(dq.dtype.element_ty), mask=inside)
+    tl.store(counts + tl.program_id(0), 0)
+    columns = tl.arange(0, BLOCK_D)[None, :]
+    zeros = tl.zeros([BLOCK_T, BLOCK_D], dq.dtype.element_ty)
+    unseen = (nothing & (rows < T))[:, None] & (columns < D)
+    tl.store(dq + (head.to(tl.int64) * T + rows)[:, None] * D + columns, zeros, mask=unseen)
 
 
 def begin(
-    do: Tensor, output: Tensor, lse: Tensor, grad_lse: Tensor | None, D: int, padded: int, unit: float
+    do: Tensor, output: Tensor, lse: Tensor, grad_lse: Tensor | None, dq: Tensor, padded: int, unit: float
 ) -> tuple[Tensor, Tensor]:
-    """Where the sums of S^T and dP^T begin, `rows_kernel`'s [1, B H, padded, 16] bf16; and where those of dQ do, zeros
-    [1, B H, T in whole octets, D] fp32 by `sum_place`."""
+    """Where the sums of S^T and dP^T begin, `rows_kernel`'s [1, B H, padded, 16] bf16, and zeros to count by, one for
+    64 rows of a head; dQ's rows that saw nothing are set to 0."""
     B, H, T, E = output.shape
+    D = dq.shape[-1]
     starts = empty(lse, 1, B * H, padded, 16, dtype=torch.bfloat16)
-    t_sums = blocks(T, OCTET) * OCTET
-    dq_sum = empty(lse, 1, B * H, t_sums, D)
+    counts = empty(lse, B * H * padded // ROWS.block_t, dtype=torch.int32)
     o, lse = readable(output), lse.contiguous()  # under vmap it may be one that was expanded
     dl = lse if grad_lse is None else grad_lse
     width = vector(o.element_size())
@@ -99,17 +79,7 @@ def begin(
     )  # fmt: skip
     run(
         rows_kernel, o.device, padded // ROWS.block_t * B * H, ROWS, key,
-        do, o, lse, dl, starts, dq_sum, *strides, *dl.stride(), H, T, t_sums, padded, unit, D, E,
+        do, o, lse, dl, starts, dq, counts, *strides, *dl.stride(), H, T, padded, unit, D, E,
         ROWS.block_t, block_size(D), block_size(E), width, grad_lse is not None,
     )  # fmt: skip
-    return starts, dq_sum
-
-
-def finish(dq_sum: Tensor, dq: Tensor, scale: float) -> None:
-    """dQ [B, H, T, D] from the sums of dS K, `begin`'s."""
-    B, H, T, D = dq.shape
-    rows = FINISH.block_t // block_size(D)
-    run(
-        finish_kernel, dq.device, blocks(T, rows) * B * H, FINISH, ("hopper finish", dq.device, dq.dtype, D),
-        dq_sum, dq, T, dq_sum.shape[2], scale, D, rows, block_size(D),
-    )  # fmt: skip
+    return starts, counts

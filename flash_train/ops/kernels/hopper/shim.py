@@ -161,20 +161,21 @@ def fetch_add(pointer):
 
 @gluon.jit
 def await_count(pointer, count):
-    """Wait until the 32-bit integer at the pointer is `count`, and see what was written before it became that."""
+    """Wait until the 32-bit integer at the pointer is `count`; the copy engine then sees what was stored before it
+    became that."""
     gl.inline_asm_elementwise(
         "{ .reg .pred less; .reg .b32 found; AGAIN: ld.acquire.gpu.global.b32 found, [$1]; "
-        "setp.lt.s32 less, found, $2; @less bra AGAIN; mov.u32 $0, found; }",
+        "setp.lt.s32 less, found, $2; @less bra AGAIN; fence.proxy.async.global; mov.u32 $0, found; }",
         "=r,l,r,~{memory}", [pointer.to(gl.int64), count], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 
 @gluon.jit
 def add_one(pointer):
-    """Add 1 to the 32-bit integer at the pointer, behind what was written before. For a partition of four warps."""
+    """Add 1 to the 32-bit integer at the pointer, behind what was written before. For a partition of one warp."""
     gl.inline_asm_elementwise(
-        "{ .reg .pred first; .reg .b32 thread; mov.u32 thread, %tid.x; and.b32 thread, thread, 127; "
-        "setp.eq.u32 first, thread, 0; @first red.release.gpu.global.add.u32 [$1], 1; mov.u32 $0, 0; }",
+        "{ .reg .pred first; .reg .b32 lane; bar.warp.sync 0xffffffff; mov.u32 lane, %laneid; "
+        "setp.eq.u32 first, lane, 0; @first red.release.gpu.global.add.u32 [$1], 1; mov.u32 $0, 0; }",
         "=r,l,~{memory}", [pointer.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
