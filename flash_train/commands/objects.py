@@ -88,7 +88,7 @@ def build_module(
         loss_chunk_rows=config["loss"]["chunk_rows"],
         compile=config["compile"]["enabled"],
         compile_mode=config["compile"]["mode"],
-        bytes_per_token=data.bytes_per_token,
+        bytes_per_token=data.source_bytes_per_token or data.bytes_per_token,
         flops_per_token=model.flops_per_token(config["data"]["sequence_length"]),
         run_config=run_config,
     )

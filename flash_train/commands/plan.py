@@ -103,7 +103,8 @@ def predictor_of(arm: str, config: dict[str, Any], settings: "Settings", vocabul
     from flash_train.memory.predict import Prediction, Predictor
 
     config = {**config, "attention": {"implementation": arm}}
-    text: Any = SimpleNamespace(vocabulary_size=vocabulary, bytes_per_token=None)  # all that a model asks of its data
+    # All that a model asks of its data.
+    text: Any = SimpleNamespace(vocabulary_size=vocabulary, bytes_per_token=None, source_bytes_per_token={})
     kept: dict[tuple[int, bool], Predictor] = {}
 
     def predict(rows: int, length: int) -> Prediction:

@@ -1,7 +1,6 @@
 """The LightningModule of a language model: loss, optimizer step, and what is logged about both."""
 
 import inspect
-import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, cast
@@ -15,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from flash_train.ops.cross_entropy import chunked_cross_entropy
 from flash_train.training.averaging import EMA, TRAINING_WEIGHTS
+from flash_train.training.evaluation import Score, score_sources, total_score
 from flash_train.training.groups import check_groups
 from flash_train.training.plain import require_plain
 from flash_train.training.steps import is_log_step
@@ -33,7 +33,9 @@ class LanguageModel(LightningModule):
 
     Logged, once per optimizer step and on log steps only: `train/loss` (mean of the step's micro-batches and of the
     ranks), `train/gradient_norm` (before clipping), `train/learning_rate`, `train/tokens` (since the beginning, all
-    ranks); after each validation `validation/loss` (mean over all its tokens) and `validation/bits_per_byte`.
+    ranks); after each validation `validation/loss` (mean over all its tokens), `validation/perplexity` and
+    `validation/bits_per_byte`, and where it is of several sources `validation/<source>/loss` and so on. `scores` are
+    those of the last validation by source.
     For observers, on the device and without a synchronisation: `step_loss` and `gradient_norm`, fp32 scalars of the
     last optimizer step (`gradient_norm` of the last log step when nothing is clipped).
 
@@ -46,7 +48,8 @@ class LanguageModel(LightningModule):
         loss_chunk_rows: so many rows of logits exist at a time (see `ops.cross_entropy`); for a model whose forward
             takes `head` as the GPT's does. None: all at once.
         compile: compile `model` (and nothing of Lightning's), in torch's mode `compile_mode`.
-        bytes_per_token: of the validation split; without it no bits per byte are logged.
+        bytes_per_token: of the validation split; without it no bits per byte are logged. Where that is of several
+            sources, of each by its name (None: unknown); a batch says its own under "source", a number in their order.
         flops_per_token: published for whoever works out utilisation.
         run_config: plain values, written into checkpoints under that name.
 
@@ -68,7 +71,7 @@ class LanguageModel(LightningModule):
         loss_chunk_rows: int | None = None,
         compile: bool = False,
         compile_mode: str = "default",
-        bytes_per_token: float | None = None,
+        bytes_per_token: float | Mapping[str, float | None] | None = None,
         flops_per_token: int | None = None,
         run_config: dict[str, Any] | None = None,
     ) -> None:
@@ -80,7 +83,8 @@ class LanguageModel(LightningModule):
             _check_chunks(model, loss_chunk_rows)
         self.model = model
         self.loss_chunk_rows = loss_chunk_rows
-        self.bytes_per_token = bytes_per_token
+        self.bytes_per_token = dict(bytes_per_token) if isinstance(bytes_per_token, Mapping) else {"": bytes_per_token}
+        self.scores: dict[str, Score] = {}
         self.flops_per_token = flops_per_token
         self.gradient_clip = gradient_clip
         self.run_config = run_config
@@ -134,19 +138,27 @@ class LanguageModel(LightningModule):
             self._log_step(optimizer)
 
     def on_validation_epoch_start(self) -> None:
-        # float64: a sum of millions of token losses.
-        self._validation = torch.zeros(2, dtype=torch.float64, device=self.device)
+        # Of each source, sum and tokens; float64: a sum of millions of token losses.
+        self._validation = torch.zeros(len(self.bytes_per_token), 2, dtype=torch.float64, device=self.device)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         tokens = (batch["targets"] != -100).sum()
-        self._validation += torch.stack([self._cross_entropy(batch, "sum").double(), tokens.double()])
+        sums = torch.stack([self._cross_entropy(batch, "sum").double(), tokens.double()])
+        source = batch.get("source")
+        # To index by a tensor would wait for the device.
+        first = torch.zeros(1, dtype=torch.int64, device=self.device) if source is None else source.reshape(1)
+        self._validation.index_add_(0, first, sums[None])
 
     def on_validation_epoch_end(self) -> None:
-        loss_sum, tokens = cast(Tensor, self.trainer.strategy.reduce(self._validation, reduce_op="sum"))
-        loss = loss_sum / tokens
-        self.log("validation/loss", loss, sync_dist=True)  # already reduced, which Lightning cannot see
-        if self.bytes_per_token is not None:
-            self.log("validation/bits_per_byte", loss / math.log(2.0) / self.bytes_per_token, sync_dist=True)
+        sums = cast(Tensor, self.trainer.strategy.reduce(self._validation, reduce_op="sum")).tolist()
+        self.scores = score_sources(sums, self.bytes_per_token)
+        named = {"validation": total_score(list(self.scores.values()))}
+        if len(self.bytes_per_token) > 1:
+            named |= {f"validation/{source}": score for source, score in self.scores.items()}
+        for prefix, score in named.items():
+            for name, value in score.metrics().items():  # already reduced, which Lightning cannot see
+                number = torch.tensor(value, dtype=torch.float64, device=self.device)
+                self.log(f"{prefix}/{name}", number, sync_dist=True)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["run_config"] = self.run_config

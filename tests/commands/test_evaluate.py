@@ -1,7 +1,11 @@
 import json
+import math
 from pathlib import Path
 
+import pytest
+
 from flash_train.commands import evaluate, train
+from flash_train.training.data.corpus import Corpus, build_corpus
 from tests.commands.conftest import SHORT, Command
 
 
@@ -26,6 +30,43 @@ def test_a_checkpoint_is_judged_over_the_whole_validation_split(command: Command
     assert abs(found["bits_per_byte"] - seen_in_training["bits_per_byte"]) < 1e-5
     assert f"{found['loss']:.4f}" in answer.out and found["step"] == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["evaluation.json", "run", "text.txt"]
+    assert found["sources"] == {} and found["perplexity"] == pytest.approx(math.exp(found["loss"]))
+    assert seen_in_training["perplexity"] == pytest.approx(found["perplexity"], rel=1e-4)
+
+
+def test_each_source_has_the_score_that_it_has_alone_and_together_tokens_weigh(
+    command: Command, tmp_path: Path
+) -> None:
+    texts = {"web": "It was a bright cold day in April. ", "code": "for i in range(9): print(i)\n"}
+    for (name, text), count in zip(texts.items(), (400, 90), strict=True):
+        (tmp_path / f"{name}.txt").write_text(text * count)
+        build_corpus(Corpus([str(tmp_path / f"{name}.txt")], 0.3), tmp_path / name)
+    mixed = ("data=tokens", "data.paths=[web,code]", "trainer.overfit_batches=0", "trainer.limit_val_batches=1.0")
+    fitted = command(train.main, *SHORT, *mixed, "validate_every=2", "loggers=csv")
+    assert fitted.code == 0, fitted.err
+    logged = json.loads((tmp_path / "run" / "result.json").read_text())["validation"]
+    metrics = (tmp_path / "run" / "csv" / "version_0" / "metrics.csv").read_text().splitlines()[0].split(",")
+    kinds = ("loss", "perplexity", "bits_per_byte")
+    names = {f"validation/{source}{kind}" for source in ("", "web/", "code/") for kind in kinds}
+    assert names == {name for name in metrics if name.startswith("validation/")}
+
+    def found(*overrides: str) -> dict:
+        answer = command(evaluate.main, "checkpoint=run", "json=found.json", "data.batch_size=5", *overrides)
+        assert answer.code == 0, answer.err
+        for name in ("web", "code", "all"):
+            assert overrides or f"│ {name} " in answer.out
+        return json.loads((tmp_path / "found.json").read_text())
+
+    together, alone = found(), {name: found(f"data.paths=[{name}]") for name in texts}
+    sizes = {name: alone[name]["tokens"] for name in texts}
+    assert sizes["web"] > 3 * sizes["code"] and together["tokens"] == sum(sizes.values())
+    for name in texts:
+        assert together["sources"][name] == pytest.approx({kind: alone[name][kind] for kind in (*kinds, "tokens")})
+        assert logged[f"{name}/loss"] == pytest.approx(alone[name]["loss"], rel=1e-5)
+    weighted = sum(alone[name]["loss"] * sizes[name] for name in texts) / together["tokens"]
+    assert together["loss"] == pytest.approx(weighted) and together["loss"] != pytest.approx(
+        sum(each["loss"] for each in alone.values()) / 2, rel=1e-3
+    )
 
 
 def test_a_model_that_is_not_the_checkpoint_s_is_refused_in_one_line(command: Command) -> None:

@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -85,6 +85,28 @@ class ValidationRows(Dataset[Batch]):
         return _batch(windows[:, :-1], targets, self.separator)
 
 
+class ValidationSources(Dataset[Batch]):
+    """Several texts' validation rows. Each batch is of one text, whose number it has under "source" (int64, a scalar).
+
+    The texts take turns in proportion to their lengths, one batch of each first, so that a few batches say something of
+    every text.
+    """
+
+    def __init__(self, sources: Sequence[ValidationRows]) -> None:
+        self.sources = sources
+        places = [
+            (index / len(rows), number, index) for number, rows in enumerate(sources) for index in range(len(rows))
+        ]
+        self.order = [(number, index) for _, number, index in sorted(places)]
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __getitem__(self, index: int) -> Batch:
+        number, place = self.order[index]
+        return {**self.sources[number][place], "source": torch.tensor(number)}
+
+
 def _batch(inputs: np.ndarray, targets: np.ndarray, separator: int | None) -> Batch:
     batch = {"inputs": _copy(inputs), "targets": _copy(targets)}
     if separator is not None:
@@ -156,7 +178,7 @@ def _end_with(parent: int) -> None:
 class ValidationBatches:
     """The validation split once; without workers, which would be started anew for each validation."""
 
-    rows: ValidationRows
+    rows: ValidationRows | ValidationSources
     pin_memory: bool
 
     def __len__(self) -> int:

@@ -2,13 +2,21 @@
 
 import hashlib
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.trainer.states import TrainerFn
 
-from flash_train.training.data.batches import Share, TrainingBatches, TrainingRows, ValidationBatches, ValidationRows
+from flash_train.training.data.batches import (
+    Share,
+    TrainingBatches,
+    TrainingRows,
+    ValidationBatches,
+    ValidationRows,
+    ValidationSources,
+)
 from flash_train.training.data.order import Rows, ShuffledWindows, Stream, WindowOrder
 from flash_train.training.data.store import PreparedText
 from flash_train.training.data.tokenizers import Tokenizer
@@ -115,6 +123,11 @@ class TokenData(LightningDataModule):
         return None if size is None else size / len(self.text.validation)
 
     @property
+    def source_bytes_per_token(self) -> Mapping[str, float | None]:
+        """`bytes_per_token` of each source by its name, where validation is of several; empty where it is of one."""
+        return {}
+
+    @property
     def provenance(self) -> dict[str, Any]:
         """Where the text came from, what became of it, and a hash of the first rows, in plain values."""
         assert self.text
@@ -132,13 +145,13 @@ class TokenData(LightningDataModule):
 
     def val_dataloader(self) -> ValidationBatches:
         """The whole validation split, divided over the ranks, in batches of one shape."""
-        rows = ValidationRows(
-            self.text.validation,
-            sequence_length=self.sequence_length,
-            share=self._share(),
-            separator=self.separator(),
-        )
-        return ValidationBatches(rows, self._pin_memory())
+        rows = [
+            ValidationRows(
+                stream, sequence_length=self.sequence_length, share=self._share(), separator=self.separator()
+            )
+            for stream in self.validation_streams()
+        ]
+        return ValidationBatches(rows[0] if len(rows) == 1 else ValidationSources(rows), self._pin_memory())
 
     def state_dict(self) -> dict[str, Any]:
         """The place in the training order, what defines that order, and the tokenizer, in plain values."""
@@ -183,6 +196,10 @@ class TokenData(LightningDataModule):
     def training_rows(self) -> Rows:
         """The rows of training, a function of `order_key()` and their number."""
         return self.shuffled(self.text.train)
+
+    def validation_streams(self) -> list[Stream]:
+        """The text of each source of validation, in the order of `source_bytes_per_token`."""
+        return [self.text.validation]
 
     def shuffled(self, stream: Stream) -> ShuffledWindows:
         """One text's rows, in the order of this sequence length and seed."""

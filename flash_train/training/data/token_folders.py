@@ -10,6 +10,7 @@ from flash_train.training.data.corpus.build import DATASET, PLAN
 from flash_train.training.data.corpus.work import TOKENIZER
 from flash_train.training.data.shards import Shard, Shards, check_tokens, open_shard
 from flash_train.training.data.subwords import tokenizer_from_file
+from flash_train.training.data.text_bytes import count_bytes
 from flash_train.training.data.tokenizers import Tokenizer, UnknownTokenizer
 
 # As nanoGPT (train.bin, val.bin), llm.c (tiny_shakespeare_val.bin) and modded-nanogpt name their files.
@@ -109,7 +110,7 @@ def _foreign(path: Path, told: Told, cache: Path) -> TokenFolder:
         tokenizer=tokenizer,
         train=train,
         validation=validation,
-        validation_bytes=None,
+        validation_bytes=count_bytes(validation, tokenizer),
         separator=tokenizer.separator,
         holds_separator=None,
         prepared=False,

@@ -4,12 +4,13 @@ import hashlib
 import json
 import math
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from flash_train.training.data.module import TokenData
-from flash_train.training.data.order import BLOCK_ROWS, Mixture, Rows, block_shares
+from flash_train.training.data.order import BLOCK_ROWS, Mixture, Rows, Stream, block_shares
 from flash_train.training.data.shards import concatenate
 from flash_train.training.data.store import PreparedText, cache_folder
 from flash_train.training.data.token_folders import TokenFolder, Told, open_folder
@@ -20,7 +21,7 @@ class TokenShards(TokenData):
 
     Rows are cut from the files of a folder one behind the other, a separator after each document. Of several folders
     each gets its share of every 1000 rows, and begins again at its own end; validation is all of their validation
-    splits, one behind the other.
+    splits, each a source of its own with the name of its folder.
 
     Args:
         paths: folders that flash-prepare made, or of nanoGPT's or llm.c's `.bin` files (`*train*.bin`, `*val*.bin`).
@@ -98,6 +99,19 @@ class TokenShards(TokenData):
         """Rows of every 1000 that are of each folder."""
         return block_shares(self.weights or [float(len(folder.train)) for folder in self._folders])
 
+    @property
+    def source_bytes_per_token(self) -> dict[str, float | None]:
+        if len(self._folders) == 1:
+            return {}
+        widths = [
+            None if folder.validation_bytes is None else folder.validation_bytes / len(folder.validation)
+            for folder in self._folders
+        ]
+        return dict(zip(source_names([folder.path for folder in self._folders]), widths, strict=True))
+
+    def validation_streams(self) -> list[Stream]:
+        return [folder.validation for folder in self._folders]
+
     def training_rows(self) -> Rows:
         rows = [self.shuffled(folder.train) for folder in self._folders]
         return rows[0] if len(rows) == 1 else Mixture(rows, self.shares(), seed=self.seed)
@@ -106,20 +120,34 @@ class TokenShards(TokenData):
         return {**super().order_key(), "weights": self.shares()}
 
     def source(self) -> dict[str, Any]:
-        parts = zip(self._folders, self.shares(), strict=True)
+        names = source_names([folder.path for folder in self._folders])
+        parts = zip(names, self._folders, self.shares(), strict=True)
         return {
             "source": "tokens",
             "folders": [
                 {
+                    "name": name,
                     "path": str(folder.path),
                     "key": folder.key,
                     "share": share / BLOCK_ROWS,
                     "train_tokens": len(folder.train),
                     "validation_tokens": len(folder.validation),
+                    "validation_bytes": folder.validation_bytes,
                 }
-                for folder, share in parts
+                for name, folder, share in parts
             ],
         }
+
+
+def source_names(paths: Sequence[Path]) -> list[str]:
+    """A name for each folder that the name of a metric can hold: its own, or as much of its path as tells it from the
+    others (web, b_web); what is the same folder twice gets numbers."""
+    parts = [[re.sub(r"[^\w.-]+", "_", part) for part in path.absolute().parts[1:]] for path in paths]
+    for length in range(1, max(map(len, parts)) + 1):
+        names = ["_".join(each[-length:]) for each in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{'_'.join(each[-1:])}_{number}" for number, each in enumerate(parts, start=1)]
 
 
 def _check_mixture(paths: list[str], weights: list[float] | None) -> None:

@@ -16,6 +16,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from flash_train.commands.run import judge
 from flash_train.training.data import TokenShards, tokenizer_from_state
 from flash_train.training.data.corpus import Corpus, build_corpus
+from flash_train.training.data.token_shards import source_names
 from tests.training.data.test_data_resume import Recorder, SaveAt, fit, rows
 
 # torch forks its workers, and from 3.12 on Python warns of that in a process with threads.
@@ -114,6 +115,43 @@ def test_the_files_of_nanogpt_are_trained_on_where_they_lie(tmp_path: Path, dtyp
     assert torch.equal(batch["documents"].diff() == 1, batch["inputs"][:, 1:] == 96)
     with pytest.raises(ValueError, match=r"these tokens came without theirs; give it as data\.tokenizer="):
         data.tokenizer.decode([1])
+
+
+def test_a_tokenizer_tells_the_bytes_of_files_that_came_without_theirs(tmp_path: Path):
+    texts = ["the cat and the hat, Ω and ß, and the bat " * n for n in range(1, 40)]
+    (tmp_path / "texts.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    build_corpus(Corpus([str(tmp_path / "texts.jsonl")], 0.3, "bpe", 290), tmp_path / "shards")
+    data = prepared(tmp_path / "shards")
+    known = data.bytes_per_token
+    for name in ("dataset.json", "plan.json"):
+        (tmp_path / "shards" / name).unlink()
+    tokenizer = str(tmp_path / "shards" / "tokenizer.json")
+    assert known is not None and known > 1.5
+    assert prepared(tmp_path / "shards", tokenizer=tokenizer).bytes_per_token == known
+    assert prepared(tmp_path / "shards", vocabulary_size=data.vocabulary_size).bytes_per_token is None
+    definition = json.loads(Path(tokenizer).read_text())
+    definition["decoder"] = None  # then nobody knows what its tokens stand for
+    (tmp_path / "words.json").write_text(json.dumps(definition))
+    assert prepared(tmp_path / "shards", tokenizer=str(tmp_path / "words.json")).bytes_per_token is None
+
+
+def test_validation_cuts_each_source_apart_and_begins_with_a_batch_of_each(folders: Any):
+    data = prepared(*folders, weights=[1, 9])
+    batches = list(data.val_dataloader())
+    numbers = [int(batch["source"]) for batch in batches]
+    assert numbers[:2] == [0, 1] and numbers.count(1) > 2 * numbers.count(0)
+    for number, folder in enumerate(folders):
+        alone = list(prepared(folder).val_dataloader())
+        mine = [batch for batch in batches if int(batch["source"]) == number]
+        assert all(torch.equal(a["targets"], b["targets"]) for a, b in zip(alone, mine, strict=True))
+    assert list(data.source_bytes_per_token.values()) == [1.0, 1.0]
+    assert prepared(folders[0]).source_bytes_per_token == {}
+
+
+def test_sources_are_named_by_as_much_of_their_paths_as_tells_them_apart():
+    assert source_names([Path("/a/web"), Path("/b/my code")]) == ["web", "my_code"]
+    assert source_names([Path("/a/web/shards"), Path("/a/code/shards")]) == ["web_shards", "code_shards"]
+    assert source_names([Path("/a/web"), Path("/a/web")]) == ["web_1", "web_2"]
 
 
 def test_what_is_wrong_with_folders_is_said_with_the_way_out(folders: Any, tmp_path: Path):
