@@ -33,6 +33,7 @@ def _errors(config: dict[str, Any], length: int) -> dict[str, float]:
     """The relative gradient error of each arm at one length, on the first batch of the training data."""
     import torch
 
+    from flash_train.commands.initial import begin
     from flash_train.commands.objects import build_data, build_module
     from flash_train.commands.values import check_device
     from flash_train.comparison.gradients import gradient_errors
@@ -51,7 +52,9 @@ def _errors(config: dict[str, Any], length: int) -> dict[str, float]:
 
     def make_model(implementation: str) -> torch.nn.Module:
         arm = config | {"attention": {"implementation": implementation}}
-        return build_module(arm, data, run_config={}).model
+        model = build_module(arm, data, run_config={}).model
+        begin(model, data, config)
+        return model
 
     return gradient_errors(
         make_model,

@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import Checkpoint, ModelSummary, ProgressBar
 from lightning.pytorch.loggers import Logger
 
 from flash_train.commands.construct import build
+from flash_train.commands.initial import begin
 from flash_train.commands.values import Config, check_precision, check_values, count_devices
 from flash_train.models.gpt import GPT
 from flash_train.training.data import TokenData
@@ -41,6 +42,8 @@ def build_objects(config: Config, *, run_id: str, run_config: Config) -> Objects
     torch.set_float32_matmul_precision(config["precision"]["float32_matmul"])
     data = build_data(config)
     module = build_module(config, data, run_config=run_config)
+    if config["resume_from"] is None:
+        begin(module.model, data, config)
     callbacks = {
         name: build(node, key=f"callbacks.{name}") for name, node in config["callbacks"].items() if node is not None
     }

@@ -1,6 +1,5 @@
 """One training run: build, fit, and say what became of it. Whatever happens, result.json says it too."""
 
-import inspect
 import json
 import logging
 import secrets
@@ -11,7 +10,6 @@ import traceback
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -21,6 +19,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from flash_train.commands.budget import check_budget, limit_memory
 from flash_train.commands.hydra_app import ExitCode, complain
+from flash_train.commands.initial import other_model
 from flash_train.commands.objects import Config, Objects, build_objects
 from flash_train.commands.result import describe_end, describe_start, write_json
 from flash_train.models.parameters import parameter_count, parameter_table
@@ -28,8 +27,6 @@ from flash_train.ops.sdpa import Unsupported
 from flash_train.training.guard import NonFiniteLoss
 from flash_train.training.resume import CheckpointHeader, find_checkpoint, load_weights, read_header
 
-# What a model may be resumed with another value of: it acts in training, and what is learned stays what it was.
-_FREE_ON_RESUME = {"dropout", "attention_dropout"}
 _LESS_MEMORY = "attention=flash, loss=chunked, checkpointing=block or a smaller data.batch_size needs less"
 
 
@@ -92,24 +89,22 @@ def check_resumable(header: CheckpointHeader, config: Config) -> None:
 
     Other data is refused by `TokenData`. Any other change, dropout among them, is the user's, and `announce` prints it.
     """
+    earlier = (header.run_config or {}).get("config", config)
+    if config["init_from"] not in (None, earlier.get("init_from")):
+        raise ValueError("a run resumes with its own weights; leave out init_from, or start a new run with it")
     steps = config["trainer"].get("max_steps", -1)
     if 0 <= steps < header.step:
         raise ValueError(
             f"trainer.max_steps must be at least the {header.step} steps that the checkpoint has done, got {steps}; "
             "give more, or resume from an earlier checkpoint"
         )
-    before, now = (header.run_config or {}).get("config", {}).get("model"), config["model"]
-    if before is None or before.get("_target_") != now.get("_target_"):
-        return  # whether the weights fit says the rest
-    parameters = inspect.signature(resolve_name(now["_target_"])).parameters
-    defaults = {name: parameter.default for name, parameter in parameters.items()}
-    for name in sorted({*before, *now} - _FREE_ON_RESUME):
-        old, new = (model.get(name, defaults.get(name)) for model in (before, now))
-        if old != new:
-            raise ValueError(
-                f"a run must resume with the model of its checkpoint, where model.{name} is {old}, and now it is "
-                f"{new}; leave it as it was, or start a new run"
-            )
+    different = other_model(header, config)
+    if different:
+        name, old, new = different
+        raise ValueError(
+            f"a run must resume with the model of its checkpoint, where model.{name} is {old}, and now it is "
+            f"{new}; leave it as it was, or start a new run"
+        )
 
 
 def is_finished(header: CheckpointHeader, config: Config, folder: Path) -> bool:

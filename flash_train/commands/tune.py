@@ -164,11 +164,14 @@ def find_batch_size(config: "Config", folder: Path) -> dict[str, Any]:
 def _build(config: "Config") -> "tuple[TokenData, LanguageModel]":
     import torch
 
+    from flash_train.commands.initial import begin
     from flash_train.commands.objects import build_data, build_module
 
     torch.set_float32_matmul_precision(config["precision"]["float32_matmul"])
     data = build_data(config)
-    return data, build_module(config, data, run_config={})
+    module = build_module(config, data, run_config={})
+    begin(module.model, data, config)
+    return data, module
 
 
 def _trainer(config: "Config", folder: Path, **changes: Any) -> Any:

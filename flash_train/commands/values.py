@@ -15,6 +15,7 @@ _TOP: dict[str, Any] = {
     "validate_every": int,
     "gradient_clip": float | None,
     "resume_from": str | None,
+    "init_from": str | None,
 }
 # Groups that are no call of their own: their values go to the model, the module and the trainer.
 _GROUPS: dict[str, dict[str, Any]] = {

@@ -21,12 +21,14 @@ __all__ = ["CheckpointHeader", "checkpoint_files", "find_checkpoint", "load_weig
 
 @dataclass(frozen=True)
 class CheckpointHeader:
-    """What a checkpoint says about its run: optimizer steps and tokens done, the configuration, the wandb run's id."""
+    """What a checkpoint says about its run: optimizer steps and tokens done, the configuration, the wandb run's id, and
+    the `state()` of the tokenizer, for `tokenizer_from_state`."""
 
     step: int
     tokens_seen: int
     run_config: dict[str, Any] | None
     wandb_run_id: str | None
+    tokenizer: dict[str, Any] | None = None
 
 
 def find_checkpoint(path: str | Path) -> Path:
@@ -71,7 +73,14 @@ def read_header(path: str | Path) -> CheckpointHeader:
         tokens_seen=checkpoint.get("tokens_seen", 0),
         run_config=checkpoint.get("run_config"),
         wandb_run_id=checkpoint.get("wandb_run_id"),
+        tokenizer=_tokenizer(checkpoint),
     )
+
+
+def _tokenizer(checkpoint: dict[str, Any]) -> dict[str, Any] | None:
+    """Lightning keeps a data module's state under the name of its class, whichever that is."""
+    states = (state for state in checkpoint.values() if isinstance(state, dict))
+    return next((state["tokenizer"] for state in states if {"tokenizer", "order"} <= state.keys()), None)
 
 
 def load_weights(path: str | Path, module: nn.Module) -> None:

@@ -12,8 +12,8 @@ VOCABULARY, CONTEXT = 11, 13
 
 def make(**changes: Any) -> GPT:
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"vocabulary_size": VOCABULARY, "context_length": CONTEXT, "width": 16}
-    model = GPT(**sizes | {"depth": 2, "heads": 2} | changes)
+    sizes: dict[str, Any] = {"vocabulary_size": VOCABULARY, "context_length": CONTEXT, "width": 16, "depth": 2}
+    model = GPT(**{**sizes, "heads": 2, **changes})
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.5 * torch.randn_like(parameter)

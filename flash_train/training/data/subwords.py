@@ -29,7 +29,7 @@ class SubwordTokenizer:
 
     def __init__(self, definition: str, separator: str | None = None) -> None:
         try:
-            self._tokenizer = _package().Tokenizer.from_str(definition)
+            self._tokenizer = tokenizers_package().Tokenizer.from_str(definition)
         except ValueError:
             raise
         except Exception as error:  # the package raises nothing narrower
@@ -70,7 +70,7 @@ def train_bpe(texts: Iterator[str], *, vocabulary_size: int) -> SubwordTokenizer
             f"vocabulary_size of a BPE must be at least {LEAST_VOCABULARY} (the bytes and {END_OF_TEXT}), "
             f"got {vocabulary_size}; set more, or tokenizer=bytes"
         )
-    package = _package()
+    package = tokenizers_package()
     tokenizer = package.Tokenizer(package.models.BPE())
     tokenizer.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = package.decoders.ByteLevel()
@@ -111,7 +111,8 @@ def _chosen(separator: str | None, special: list[str]) -> str:
     return separator
 
 
-def _package() -> Any:
+def tokenizers_package() -> Any:
+    """The package `tokenizers`; ValueError where it is not installed."""
     try:
         import tokenizers  # an extra: bytes and characters need it not
         import tokenizers.decoders
