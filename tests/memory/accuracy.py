@@ -15,7 +15,7 @@ import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, replace
 from datetime import date
@@ -69,26 +69,30 @@ def predict(point: Point, device: str, card: Card | None) -> Outcome:
     return Outcome(point, "predicted", predicted=found.peak, predicted_phases=phases)
 
 
-def measure(point: Point, device: str) -> dict[str, Any]:
-    """What MemoryMonitor reads of a run of it in this process, which should have done nothing yet."""
+def measure(point: Point, device: str, ready: Callable[[], Any]) -> dict[str, Any]:
+    """What MemoryMonitor reads of a run of it in this process, which should have done nothing yet.
+
+    `ready` is called before anything is on the device.
+    """
     torch.manual_seed(0)
-    monitor = MemoryMonitor()
+    module, monitor = module_of(point), MemoryMonitor()
+    batches: Any = [batch_of(point)] * (STEPS * point.accumulate)
+    ready()
     trainer = lightning.Trainer(
         accelerator=device, devices=1, max_steps=STEPS, precision=point.precision,  # pyright: ignore
         accumulate_grad_batches=point.accumulate, callbacks=[monitor], logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    batches: Any = [batch_of(point)] * (STEPS * point.accumulate)
-    trainer.fit(module_of(point), DataLoader(batches, batch_size=None))
+    trainer.fit(module, DataLoader(batches, batch_size=None))
     found = monitor.result()
     return {"measured": found["peak_allocated_bytes"], "reserved": found["peak_reserved_bytes"],
             "measured_phases": {name: size for name, size in found["phases"].items() if size}}  # fmt: skip
 
 
-def measured_here(outcome: Outcome, device: str) -> Outcome:
+def measured_here(outcome: Outcome, device: str, ready: Callable[[], Any] = lambda: None) -> Outcome:
     """`outcome` with the measurement, or with the reason why there is none."""
     try:
-        return replace(outcome, status="measured", **measure(outcome.point, device))
+        return replace(outcome, status="measured", **measure(outcome.point, device, ready))
     except torch.OutOfMemoryError as error:
         return replace(outcome, status="out of memory", message=_first_line(error))
     except Exception as error:
@@ -212,14 +216,16 @@ def main() -> int:
     parser.add_argument("--factors", nargs="+", help="these alone: length, fp32, random, foreign, ...")
     parser.add_argument("--processes", type=int, default=min(16, os.cpu_count() or 1),
                         help="that predict; 0: all in this one, also what is measured")  # fmt: skip
-    parser.add_argument("--concurrent", type=int, default=0, help="processes on the GPU at most; 0: as many")
+    parser.add_argument("--concurrent", type=int, default=0, help="processes that measure, at most; 0: as many")
     parser.add_argument("--out", type=Path, default=Path("memory-accuracy"), help="folder of the files")
-    parser.add_argument("--point", type=Point.from_json, help="measure this one alone, in this process, as JSON")
+    parser.add_argument(
+        "--point", type=Point.from_json, help="measure this one alone, as JSON, once there is a line to read"
+    )
     given = parser.parse_args()
     quieten()
     warnings.filterwarnings("ignore", message=".*have no `val_dataloader`")
     if given.point is not None:
-        outcome = measured_here(Outcome(given.point, "predicted"), given.device)
+        outcome = measured_here(Outcome(given.point, "predicted"), given.device, sys.stdin.readline)
         found = asdict(outcome)
         kept = ("status", "message", "measured", "reserved", "measured_phases")
         print("\n" + json.dumps({name: found[name] for name in kept}), flush=True)

@@ -39,7 +39,7 @@ FACTORS: dict[str, dict[str, Any]] = {
     "checkpointing": {"checkpointing": "block"},
     "accumulation": {"accumulate": 2},
     "chunked loss": {"chunk_rows": 2048},
-    "compile": {"compile": True},
+    "compile": {"compile": True, "depth": 4},  # the compiler's time grows with the depth
 }
 OPTIMIZERS: dict[str, Any] = {
     "adamw": partial(adamw, lr=1e-4, fused=True),

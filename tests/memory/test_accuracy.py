@@ -87,7 +87,7 @@ def test_what_a_dead_process_said_last_is_its_outcome() -> None:
 
 
 def test_out_of_memory_is_an_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
-    def dies(point: Point, device: str) -> None:
+    def dies(point: Point, device: str, ready: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.\nmore")
 
     monkeypatch.setattr(accuracy, "measure", dies)
@@ -95,14 +95,14 @@ def test_out_of_memory_is_an_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found.status, found.message) == ("out of memory", "CUDA out of memory.")
 
 
-def test_processes_start_as_the_budget_allows_and_what_is_larger_runs_alone(tmp_path: Path) -> None:
+def test_processes_go_on_as_the_budget_allows_and_what_is_larger_goes_on_alone(tmp_path: Path) -> None:
     log = tmp_path / "log"
 
     def task(name: str, size: int) -> Task:
-        return Task(name, ("sh", "-c", f"echo +{name} >> {log}; sleep 0.4; echo -{name} >> {log}"), size)
+        return Task(name, ("sh", "-c", f"read x; echo +{name} >> {log}; sleep 0.4; echo -{name} >> {log}"), size)
 
     sizes = {"a": 7, "b": 12, "c": 3, "d": 2}
-    for ended in run_packed([task(*x) for x in sizes.items()], budget=10, processes=2, seconds=30):
+    for ended in run_packed([task(*x) for x in sizes.items()], budget=10, processes=3, seconds=30):
         assert ended.code == 0
     held, most = [], 0
     for line in log.read_text().split():
