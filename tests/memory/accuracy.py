@@ -66,7 +66,7 @@ def predict(point: Point, device: str, card: Card | None) -> Outcome:
     except Exception as error:
         return Outcome(point, "failed", message=f"not predicted: {_first_line(error)}")
     phases = {name: peak.size + found.cublas for name, peak in found.phases.items()}
-    return Outcome(point, "predicted", predicted=found.peak, predicted_phases=phases)
+    return Outcome(point, "predicted", found.peak, predicted_phases=phases, message="it was not its turn yet")
 
 
 def measure(point: Point, device: str, ready: Callable[[], Any]) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def measure(point: Point, device: str, ready: Callable[[], Any]) -> dict[str, An
 def measured_here(outcome: Outcome, device: str, ready: Callable[[], Any] = lambda: None) -> Outcome:
     """`outcome` with the measurement, or with the reason why there is none."""
     try:
-        return replace(outcome, status="measured", **measure(outcome.point, device, ready))
+        return replace(outcome, status="measured", message="", **measure(outcome.point, device, ready))
     except torch.OutOfMemoryError as error:
         return replace(outcome, status="out of memory", message=_first_line(error))
     except Exception as error:
@@ -105,12 +105,11 @@ def measured_there(outcome: Outcome, ended: Ended) -> Outcome:
     seconds, lines = ended.seconds, ended.output.strip().splitlines()
     if ended.code is None:
         return replace(outcome, status="failed", seconds=seconds, message=f"was stopped after {seconds:.0f} s")
-    try:
-        found = json.loads(lines[-1])
-        return replace(outcome, seconds=seconds, **found)
-    except (IndexError, TypeError, ValueError):
-        last = lines[-1] if lines else "it said nothing"
-        return replace(outcome, status="failed", seconds=seconds, message=f"died, exit code {ended.code}: {last}")
+    found = [line for line in lines if line.startswith('{"status": ')]  # libraries may speak after it, at the exit
+    if found:
+        return replace(outcome, seconds=seconds, **json.loads(found[-1]))
+    last = lines[-1] if lines else "it said nothing"
+    return replace(outcome, status="failed", seconds=seconds, message=f"died, exit code {ended.code}: {last}")
 
 
 def _first_line(error: Exception) -> str:

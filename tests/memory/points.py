@@ -45,7 +45,7 @@ OPTIMIZERS: dict[str, Any] = {
     "adamw": partial(adamw, lr=1e-4, fused=True),
     "adamw_foreach": partial(adamw, lr=1e-4, fused=False),
     "sgd": lambda module: SGD(module.parameters(), lr=1e-3, momentum=0.9),
-    "muon": partial(muon, lr=1e-4),
+    "muon": partial(muon, lr=1e-4, fused=True),
 }
 
 

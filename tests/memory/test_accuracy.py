@@ -78,12 +78,18 @@ def test_a_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     assert outcome.status == "not run" and "transformers" in outcome.message
 
 
-def test_what_a_dead_process_said_last_is_its_outcome() -> None:
-    outcome = Outcome(POINT, "predicted", GIB)
-    task = Task("x", (sys.executable, "-c", "print('Aborted: no luck'); raise SystemExit(3)"), GIB)
-    (ended,) = run_packed([task], budget=GIB, processes=1, seconds=30)
-    found = accuracy.measured_there(outcome, ended)
-    assert (found.status, found.message) == ("failed", "died, exit code 3: Aborted: no luck")
+@pytest.mark.parametrize(
+    ("script", "status", "message"),
+    [
+        ("print('Aborted: no luck'); raise SystemExit(3)", "failed", "died, exit code 3: Aborted: no luck"),
+        ("""print('{"status": "measured", "message": "", "measured": 7}\\nbye')""", "measured", ""),
+    ],
+)
+def test_what_a_process_has_said_is_its_outcome(script: str, status: str, message: str) -> None:
+    (ended,) = run_packed([Task("x", (sys.executable, "-c", script), GIB)], budget=GIB, processes=1, seconds=30)
+    found = accuracy.measured_there(Outcome(POINT, "predicted", GIB, message="not its turn"), ended)
+    assert (found.status, found.message) == (status, message)
+    assert found.measured == (7 if status == "measured" else None)
 
 
 def test_out_of_memory_is_an_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
