@@ -22,13 +22,21 @@ SHORTER["flash-bench"] = ["seconds=1e-6", "rounds=1"]
 SHORTER["flash-plan"] = ["model.width=24", "model.depth=1", "model.heads=2", "vocabulary_size=211", "length_step=4096"]
 
 
+CHAIN = "flash-export"  # in a block whose every line goes on from those before
+
+
 def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
 
 
+def lines(block: str) -> list[str]:
+    stripped = [line.split("#")[0].strip() for line in block.splitlines()]
+    return [line for line in stripped if line and not line.startswith(("make ", "wandb "))]
+
+
 def commands() -> list[str]:
-    lines = [line.split("#")[0].strip() for block in blocks("bash") for line in block.splitlines()]
-    return [line for line in lines if line and not line.startswith(("make ", "wandb "))]
+    """Those that run alone."""
+    return [line for block in blocks("bash") if CHAIN not in block for line in lines(block)]
 
 
 def run(command: list[str], folder: Path) -> str:
@@ -62,6 +70,15 @@ def test_commands_run(command, tmp_path):
     if name == "flash-compare":
         arguments = [argument for argument in arguments if not argument.startswith("lengths=")]
     run([str(program), *arguments, *shorter], tmp_path)
+
+
+def test_a_run_becomes_text_and_a_transformers_folder_and_that_a_run(tmp_path):
+    (block,) = [block for block in blocks("bash") if CHAIN in block]
+    for line in lines(block):
+        name, *arguments = shlex.split(line)
+        shorter = {"flash-train": SHORTER["flash-train"], "flash-generate": ["max_new_tokens=9"]}.get(name, [])
+        said = run([str(Path(sys.executable).parent / name), *arguments, *shorter], tmp_path)
+        assert name != "flash-generate" or said.startswith("def ")
 
 
 def test_the_first_example_prints_memory_and_speed(tmp_path):
