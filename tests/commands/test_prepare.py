@@ -18,6 +18,7 @@ def test_texts_become_tokens_that_a_run_trains_on_and_an_evaluation_reads(comman
     assert "a vocabulary of 300" in answer.out and "flash-train data=tokens data.paths=tokens" in answer.out
     dataset = json.loads((tmp_path / "tokens" / "dataset.json").read_text())
     assert sum(part["documents"] for parts in dataset["splits"].values() for part in parts) == 40
+    assert {path.name for path in tmp_path.iterdir() if path.suffix != ".txt"} == {"tokens"}
     written = (tmp_path / "tokens" / "dataset.json").stat().st_mtime_ns
     assert "a vocabulary of 300" in command(main, *given).out
     assert (tmp_path / "tokens" / "dataset.json").stat().st_mtime_ns == written, "the same command finds it done"
