@@ -124,7 +124,7 @@ def _prepare(arguments: argparse.Namespace, recall: tuple[str, Recall] | None) -
     for override in given:
         if recall is not None and override.key_or_group == recall[0] and override.value():
             if arguments.multirun:
-                raise ValueError(f"{recall[0]} continues one run; leave out -m")
+                raise ValueError(f"{recall[0]} recalls the command line of one run; leave out -m, once for each")
             arguments.overrides = merge(recall[1](str(override.value())), arguments.overrides)
     if arguments.multirun:
         check_started_once(os.environ)

@@ -59,6 +59,7 @@ WRONG = {
     ("batch_tokens=1000",): "the nearest that are: 4096",
     ("data=text",): "paths",
     ("resume_from=nowhere",): "nowhere does not exist",
+    ("-m", "resume_from=a,b"): "resume_from recalls the command line of one run; leave out -m",
     ("hydra.run.dir=/dev/null/run",): "/dev/null/run: Not a directory",
     ("callbacks.checkpoint.every_n_train_steps=0", *SHORT): "every_n_train_steps",
 }
