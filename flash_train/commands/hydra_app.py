@@ -278,6 +278,8 @@ def _one_sentence(error: BaseException) -> str:
             text = f"{missing} comes with a package that is not installed; pip install '{_PLUGINS[plugin]}'"
         elif options:
             text = f"{group} has no {name!r} (set in a recipe?); {nearest(name, options)}"
+    if isinstance(error.__cause__, OSError) and text.startswith("Unable to configure handler"):
+        error = error.__cause__  # of the log in the run folder
     if isinstance(error, OSError) and error.strerror and error.filename:
         text = f"cannot write {error.filename}: {error.strerror}"
     return text.splitlines()[0]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 import torch._functorch.config
 from lightning import Callback, Trainer, seed_everything
+from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import Checkpoint, ModelSummary, ProgressBar
 from lightning.pytorch.loggers import Logger
 
@@ -125,6 +126,8 @@ def build_loggers(config: Config, *, run_id: str) -> list[Logger]:
             continue
         if node.get("id", "") is None:
             node = {**node, "id": run_id}
+        # wandb would wait for a server that is gone until it is back, which may be never.
+        os.environ.setdefault("WANDB_FINISH_TIMEOUT", "60")
         if node.get("offline") is True:
             _start_wandb_offline()
         logger = build(node, key=f"loggers.{name}")
@@ -150,6 +153,8 @@ def build_trainer(config: Config, *, callbacks: list[Callback], loggers: list[Lo
     """Lightning's trainer. What the callbacks decide (checkpoints, progress, summary) is not decided twice."""
     check_precision(config)
     accumulation = accumulate(config)
+    # Lightning's own requeueing would write a checkpoint in the middle of a step, and beside the run.
+    plugins = [SLURMEnvironment(auto_requeue=False)] if SLURMEnvironment.detect() else []
     return build(
         config["trainer"],
         key="trainer",
@@ -161,6 +166,7 @@ def build_trainer(config: Config, *, callbacks: list[Callback], loggers: list[Lo
             "check_val_every_n_epoch": None,
             "num_sanity_val_steps": 0,
             "callbacks": callbacks,
+            "plugins": plugins,
             "logger": loggers or False,
             "enable_checkpointing": any(isinstance(callback, Checkpoint) for callback in callbacks),
             "enable_progress_bar": any(isinstance(callback, ProgressBar) for callback in callbacks),

@@ -1,5 +1,6 @@
 """One training run: build, fit, and say what became of it. Whatever happens, result.json says it too."""
 
+import errno
 import json
 import logging
 import secrets
@@ -16,6 +17,7 @@ import torch
 import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from flash_train.commands.budget import check_budget, limit_memory
 from flash_train.commands.hydra_app import ExitCode, complain
@@ -24,9 +26,13 @@ from flash_train.commands.objects import Config, Objects, build_objects
 from flash_train.commands.result import describe_end, describe_start, write_json
 from flash_train.models.parameters import parameter_count, parameter_table
 from flash_train.ops.sdpa import Unsupported
+from flash_train.training.data.store import write_whole
 from flash_train.training.guard import NonFiniteLoss
 from flash_train.training.resume import CheckpointHeader, find_checkpoint, load_weights, read_header
 
+# A disk that is full, a quota or a limit that is used up, and one that has become read-only or broken.
+_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
+_GOES_ON = "resume_from=<its folder> goes on at its last checkpoint"
 _LESS_MEMORY = "attention=flash, loss=chunked, checkpointing=block or a smaller data.batch_size needs less"
 
 
@@ -137,6 +143,8 @@ def judge(error: BaseException) -> Ending:
     text = lines[0]
     if text.startswith("Caught ") and "DataLoader worker" in text:  # torch puts the worker's traceback before its words
         text = lines[-1].partition(": ")[2]
+    if isinstance(error, SIGTERMException):
+        return Ending("interrupted", ExitCode.TERMINATED, f"ended by SIGTERM; {_GOES_ON}")
     if isinstance(error, KeyboardInterrupt | SystemExit):
         return Ending("interrupted", ExitCode.INTERRUPTED, "interrupted")
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in text:
@@ -145,12 +153,19 @@ def judge(error: BaseException) -> Ending:
     if isinstance(error, Unsupported):
         return Ending("refused", ExitCode.BAD_INPUT, text)
     if isinstance(error, RuntimeError) and text.startswith("DataLoader worker"):
-        advice = "resume_from=<its folder> goes on at its last checkpoint, and with data.workers=0 no worker is needed"
+        advice = f"{_GOES_ON}, and with data.workers=0 no worker is needed"
         return Ending("failed", ExitCode.FAILURE, f"a process that reads the data died ({text.rstrip('. ')}); {advice}")
     if isinstance(error, NonFiniteLoss):
         return Ending("failed", ExitCode.FAILURE, text)
+    if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
+        place = error.filename2 or error.filename or "in the run folder"
+        why = f"cannot write {place} ({error.strerror}); what was written before is whole: make room, and {_GOES_ON}"
+        return Ending("failed", ExitCode.FAILURE, why)
+    if isinstance(error, ConnectionError):
+        why = f"a connection broke ({text}), as when wandb's own process dies; {_GOES_ON}, also with loggers=csv"
+        return Ending("failed", ExitCode.FAILURE, why)
     if isinstance(error, OSError) and error.filename and error.strerror:
-        return Ending("failed", ExitCode.BAD_INPUT, f"cannot use {error.filename}: {error.strerror}")
+        return Ending("failed", ExitCode.BAD_INPUT, f"cannot use {error.filename2 or error.filename}: {error.strerror}")
     wandb_error = getattr(sys.modules.get("wandb.errors"), "Error", ())  # wandb: only if a logger imported it
     if isinstance(error, (ValueError, MisconfigurationException, OSError, wandb_error)):
         return Ending("failed", ExitCode.BAD_INPUT, text)
@@ -190,7 +205,10 @@ def conclude(result: dict[str, Any] | None, folder: Path, ending: Ending) -> boo
     Returns whether result.json is as it should be.
     """
     if (wandb := sys.modules.get("wandb")) is not None:
-        wandb.finish(exit_code=ending.code)
+        try:
+            wandb.finish(exit_code=ending.code)
+        except Exception as error:  # its own process died
+            complain("train", f"wandb could not be finished: {error or type(error).__name__}")
     if ending.error is not None and not ending.surprising:
         complain("train", ending.error)
     try:
@@ -205,4 +223,4 @@ def conclude(result: dict[str, Any] | None, folder: Path, ending: Ending) -> boo
 @rank_zero_only
 def write_yaml(path: Path, config: Config) -> None:
     """Write resolved plain values."""
-    path.write_text(yaml.safe_dump(config, sort_keys=False))
+    write_whole(path, yaml.safe_dump(config, sort_keys=False))

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -138,6 +139,8 @@ class Checkpoint(LightningCheckpoint):
         due = trainer.global_step % self.every_n_train_steps == 0
         if due or _is_last_step(trainer) or self._signals.received is not None:
             self._save(trainer)
+        if self._signals.received == signal.SIGTERM:
+            self._signals.deliver()  # for Lightning it is a wish, granted after this batch
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not self._inside_step:  # validation changes nothing that is saved, so it can be left at any time
