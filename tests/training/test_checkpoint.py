@@ -1,4 +1,5 @@
 import os
+import resource
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,34 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path)
     with pytest.raises(Exception, match="pickle"):
         io.save_checkpoint({"step": 2, "bad": lambda: None}, path)
     assert torch.load(path, weights_only=True) == {"step": 1} and os.listdir(tmp_path) == ["step.ckpt"]
+
+
+@pytest.mark.parametrize(("how", "said"), [("full", "No space left on device"), ("limited", "File too large")])
+def test_a_disk_that_takes_no_more_is_named_with_the_file_and_leaves_the_old_one(
+    tmp_path: Path, how: str, said: str
+) -> None:
+    """What torch's writer says of it is `unexpected pos 704 vs 598`."""
+    io, path = AtomicCheckpointIO(), tmp_path / "step.ckpt"
+    io.save_checkpoint({"step": 1}, path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        if how == "full":
+            (tmp_path / ".step.ckpt.partial").symlink_to("/dev/full")
+        else:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+        with pytest.raises(OSError) as error:
+            io.save_checkpoint({"step": 2, "weights": torch.zeros(100_000)}, path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (error.value.strerror, error.value.filename) == (said, str(path))
+    assert torch.load(path, weights_only=True) == {"step": 1} and os.listdir(tmp_path) == ["step.ckpt"]
+
+
+def test_what_a_kill_left_half_written_goes_with_the_next_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / ".step_00000099.ckpt.partial").write_bytes(b"half")
+    run(tmp_path, steps=1)
+    assert os.listdir(tmp_path / "checkpoints") == ["step_00000001.ckpt"]
 
 
 @pytest.mark.parametrize("how", ["cut short", "changed by a bit", "empty"])

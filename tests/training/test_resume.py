@@ -7,13 +7,16 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from toy_training import RecordingLogger, ToyData, language_model, trainer
 
 from flash_train.training.checkpoint import Checkpoint
 from flash_train.training.history import LossHistory
 from flash_train.training.module import LanguageModel
 from flash_train.training.optimizer import muon
-from flash_train.training.resume import find_checkpoint, read_header
+from flash_train.training.resume import checkpoint_files, find_checkpoint, read_header
 from flash_train.training.schedule import warmup_stable_decay
 from tests.training.endings import same
 
@@ -107,11 +110,43 @@ def test_ctrl_c_saves_a_whole_step_from_which_the_run_continues_exactly(
     assert log.steps("train/loss") == list(range(10)), "each step is logged once, under its own number"
 
 
-def test_sigterm_saves_a_whole_step_too(tmp_path: Path) -> None:
-    term = Trip("on_before_backward", 3, lambda: signal.raise_signal(signal.SIGTERM))
-    with pytest.raises(SystemExit):
-        fit(tmp_path, term, max_steps=10, accumulate_grad_batches=2)
-    assert read_header(find_checkpoint(tmp_path)).step == 4
+@pytest.mark.parametrize(
+    ("hook", "step", "saved"),
+    [("on_before_backward", 3, 4), ("on_before_backward", 2, 3), ("on_validation_start", 3, 3)],
+)
+def test_sigterm_saves_the_step_that_it_finishes_and_leaves_a_validation_for_later(
+    tmp_path: Path, hook: str, step: int, saved: int
+) -> None:
+    whole, parts = RecordingLogger(), RecordingLogger()
+    fit(tmp_path / "whole", max_steps=10, logger=whole)
+    term = Trip(hook, step, lambda: signal.raise_signal(signal.SIGTERM))
+    with pytest.raises(SIGTERMException):
+        fit(tmp_path / "parts", term, max_steps=10, logger=parts)
+    assert [read_header(file).step for file in checkpoint_files(tmp_path / "parts" / "checkpoints")] == [saved]
+    fit(tmp_path / "parts", ckpt_path=find_checkpoint(tmp_path / "parts"), max_steps=10, logger=parts)
+    for name in ("train/loss", "validation/loss"):
+        logged = [[row for row in log.rows if name in row[1]] for log in (parts, whole)]
+        assert logged[0] == logged[1] and logged[0], name
+    assert same(contents(tmp_path / "parts"), contents(tmp_path / "whole"))
+
+
+def test_the_scale_of_fp16_losses_continues_where_it_was(tmp_path: Path) -> None:
+    """It grows every second step here, and one infinite gradient halves it and skips that step."""
+
+    def run(folder: Path, *callbacks: Callback, **options: Any) -> torch.amp.GradScaler:  # pyright: ignore
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)  # pyright: ignore
+        fit(folder, *callbacks, plugins=MixedPrecision("16-mixed", "cpu", scaler), **options)
+        return scaler
+
+    def spoil(trainer: Any, module: LanguageModel, *_: Any) -> None:
+        if trainer.global_step == 3:
+            module.model.head.bias.grad[0] = float("inf")  # pyright: ignore
+
+    whole = run(tmp_path / "whole", LambdaCallback(on_after_backward=spoil), max_steps=10)
+    run(tmp_path / "parts", LambdaCallback(on_after_backward=spoil), max_steps=5)
+    parts = run(tmp_path / "parts", ckpt_path=find_checkpoint(tmp_path / "parts"), max_steps=10)
+    assert parts.state_dict() == whole.state_dict() and whole.get_scale() == 2.0**13
+    assert same(contents(tmp_path / "parts"), contents(tmp_path / "whole"))
 
 
 def test_a_second_ctrl_c_does_not_wait_for_the_step(tmp_path: Path) -> None:
