@@ -224,6 +224,33 @@ def test_the_death_of_a_worker_ends_the_run_with_a_clear_error(folders: Any, wor
     assert "resume_from=<its folder> goes on at its last checkpoint" in ending.error
 
 
+class SignalWorkers(Callback):
+    """Does to the processes that read the data what a terminal and a scheduler do to all processes of a run."""
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx == 2:
+            for worker in multiprocessing.active_children():
+                os.kill(worker.pid or 0, signal.SIGINT)
+                os.kill(worker.pid or 0, signal.SIGTERM)
+
+
+def test_the_signals_that_end_a_run_leave_its_workers_to_it(folders: Any):
+    """Otherwise their death would be the run's, in the middle of the step that it was about to finish."""
+    signalled = fit(data_of(folders[0], workers=2), 20, callbacks=[SignalWorkers()])
+    assert torch.equal(rows(signalled), rows(fit(data_of(folders[0]), 20)))
+
+
+def test_a_shard_that_is_truncated_under_a_worker_ends_the_run_with_a_clear_error(tmp_path: Path):
+    gpt = nanogpt(tmp_path / "gpt")
+    data = prepared(gpt, vocabulary_size=97, workers=1)
+    os.truncate(gpt / "train.bin", 0)
+    with pytest.raises(RuntimeError) as death:
+        fit(data, 5)
+    assert (judge(death.value).error or "").startswith("a process that reads the data died (DataLoader worker ")
+
+
 def test_a_damaged_token_in_a_worker_is_told_in_one_sentence(tmp_path: Path):
     gpt = nanogpt(tmp_path / "gpt")
     data = prepared(gpt, vocabulary_size=97, workers=1)
