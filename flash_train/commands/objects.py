@@ -12,7 +12,7 @@ from lightning.pytorch.loggers import Logger
 
 from flash_train.commands.construct import build
 from flash_train.commands.initial import begin
-from flash_train.commands.values import Config, check_precision, check_values, count_devices
+from flash_train.commands.values import Config, check_precision, check_values, count_devices, master_weights
 from flash_train.models.gpt import GPT
 from flash_train.training.data import TokenData
 from flash_train.training.float8 import convert_to_float8
@@ -86,7 +86,7 @@ def build_module(
     set_memory_budget(config["compile"])
     return LanguageModel(
         model,
-        optimizer=build(config["optimizer"], key="optimizer"),
+        optimizer=build(config["optimizer"], key="optimizer", wired=master_weights(config)),
         schedule=build(config["schedule"], key="schedule"),
         gradient_clip=config["gradient_clip"],
         loss_chunk_rows=config["loss"]["chunk_rows"],

@@ -1,6 +1,8 @@
 """What a configuration may hold beside the arguments of its `_target_`s, looked at before anything is built."""
 
+import inspect
 from collections.abc import Mapping
+from pkgutil import resolve_name
 from typing import Any, Literal
 
 import torch
@@ -33,6 +35,8 @@ _GROUPS: dict[str, dict[str, Any]] = {
         "float32_matmul": Literal["highest", "high", "medium"],
         "residual": Literal["fp32", "bf16"],
         "fp8": Literal["tensorwise", "rowwise"] | None,
+        "master_weights": bool,
+        "fp32_gradients": bool,
     },
 }
 # Arguments that follow from other keys, and these: given beside them they would be ignored.
@@ -60,6 +64,10 @@ _ELSEWHERE = {
         "checkpoint_every": "checkpointing.every=2",
         "half_residual": "precision.residual=bf16",
     },
+    "optimizer": {
+        "master_weights": "precision=bf16_masters",
+        "fp32_gradients": "precision.fp32_gradients=true",
+    },
 }
 
 
@@ -86,6 +94,7 @@ def check_values(config: Config) -> None:
         for name, node in config[group].items():
             if node is not None:
                 check(node, key=f"{group}.{name}")
+    _check_master_weights(config)
     check_device(config["trainer"])
 
 
@@ -103,6 +112,29 @@ def _check_levers(config: Config) -> None:
     if precision["fp8"] is not None and precision["lightning"] not in ("bf16-mixed", "bf16-true"):
         raise ValueError(
             f"precision.fp8 goes with bf16, got precision.lightning={precision['lightning']}; choose precision=fp8"
+        )
+
+
+def master_weights(config: Config) -> dict[str, bool]:
+    """What the optimizer is to be told of them: nothing where there are to be none."""
+    wanted = {name: config["precision"].get(name, False) for name in ("master_weights", "fp32_gradients")}
+    return {name: True for name, value in wanted.items() if value}
+
+
+def _check_master_weights(config: Config) -> None:
+    precision, wanted = config["precision"], master_weights(config)
+    if "fp32_gradients" in wanted and "master_weights" not in wanted:
+        raise ValueError("precision.fp32_gradients needs fp32 master weights; choose precision=bf16_masters")
+    if wanted and precision["lightning"] not in ("bf16-true", "16-true"):
+        raise ValueError(
+            f"precision.master_weights are of weights in half precision, got precision.lightning="
+            f"{precision['lightning']}, which keeps them in fp32; choose precision=bf16_masters"
+        )
+    target = config["optimizer"].get("_target_", "")
+    if wanted and "master_weights" not in inspect.signature(resolve_name(target)).parameters:
+        raise ValueError(
+            f"precision.master_weights needs an optimizer that keeps them, and {target} takes no master_weights; "
+            "choose optimizer=adamw, or another precision"
         )
 
 

@@ -42,6 +42,8 @@ def levers(config: Mapping[str, Any]) -> list[str]:
     parts = [precision["lightning"]]
     if precision["residual"] == "bf16" and precision["lightning"] == "bf16-mixed":
         parts.append("bf16 residual")
+    if precision.get("master_weights"):
+        parts.append("fp32 masters and gradients" if precision.get("fp32_gradients") else "fp32 masters")
     if precision["fp8"]:
         parts.append(f"linear layers in fp8 ({precision['fp8']})")
     if compiled["enabled"]:

@@ -218,7 +218,7 @@ class FakeStep:
         for parameter in self.module.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._reached.add)
-                parameter.grad = torch.empty_like(parameter)
+                parameter.grad = torch.empty_like(parameter, dtype=parameter.grad_dtype)
         self.optimizer.step()
 
 

@@ -11,6 +11,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
+from flash_train.training.master_weights import full_precision
+
 __all__ = ["EMA", "TRAINING_WEIGHTS"]
 
 TRAINING_WEIGHTS = "training_weights"
@@ -24,7 +26,8 @@ class EMA(Callback):
     others load. The weights that training goes on with stand beside it, so that a resumed run continues exactly; when
     training ends, the module is left with the average. The average is kept in fp32 at least, since what `1 - decay`
     adds is below a bf16 number's rounding, beside the weights: 4 bytes a parameter, and as much as the weights again
-    during validation. Buffers are not averaged. For strategies that keep parameters whole (one device, DDP).
+    during validation. Where the optimizer has masters of the weights, those are averaged. Buffers are not. For
+    strategies that keep parameters whole (one device, DDP).
 
     Args:
         decay: 0.999 looks back over some thousand updates.
@@ -59,8 +62,8 @@ class EMA(Callback):
         self._step = trainer.global_step
         known = self._average if self._step else {}
         self._average = {
-            name: known.get(name, p.detach()).to(p.device, _wide(p), copy=True)
-            for name, p in _averaged(pl_module).items()
+            name: known.get(name, weights).to(weights.device, _wide(weights), copy=True)
+            for name, weights in full_precision(_averaged(pl_module), trainer.optimizers).items()
         }
 
     def on_train_batch_end(
@@ -70,9 +73,9 @@ class EMA(Callback):
             return
         self._step = trainer.global_step
         if self._step <= self.start_step:
-            self._move(pl_module, keep=0.0)
+            self._move(trainer, pl_module, keep=0.0)
         elif (self._step - self.start_step) % self.every_n_steps == 0:
-            self._move(pl_module, keep=self.decay)
+            self._move(trainer, pl_module, keep=self.decay)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == "fit":
@@ -115,8 +118,9 @@ class EMA(Callback):
             parameters[name].copy_(weights)
 
     @torch.no_grad()
-    def _move(self, module: LightningModule, *, keep: float) -> None:
-        averages, weights = list(self._average.values()), [p.detach() for p in _averaged(module).values()]
+    def _move(self, trainer: Trainer, module: LightningModule, *, keep: float) -> None:
+        averages = list(self._average.values())
+        weights = list(full_precision(_averaged(module), trainer.optimizers).values())
         # Not lerp, which takes one dtype: copies of bf16 weights in fp32 would be the peak of the step.
         torch._foreach_mul_(averages, keep)  # pyright: ignore[reportPrivateImportUsage]
         torch._foreach_add_(averages, weights, alpha=1.0 - keep)  # pyright: ignore[reportPrivateImportUsage]

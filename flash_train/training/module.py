@@ -16,6 +16,7 @@ from flash_train.ops.cross_entropy import chunked_cross_entropy
 from flash_train.training.averaging import EMA, TRAINING_WEIGHTS
 from flash_train.training.evaluation import Score, score_sources, total_score
 from flash_train.training.groups import check_groups
+from flash_train.training.master_weights import AdamWWithMasters
 from flash_train.training.plain import require_plain
 from flash_train.training.steps import is_log_step
 
@@ -92,6 +93,7 @@ class LanguageModel(LightningModule):
         self._make_optimizer = optimizer
         self._make_schedule = schedule
         self._losses: list[Tensor] = []  # of the micro-batches since the last optimizer step
+        self._unrounded: dict[str, Tensor] = {}
         if compile:
             # In place: wrapping the module in torch.compile would put `_orig_mod.` into every name of the checkpoint.
             model.compile(mode=compile_mode)
@@ -99,6 +101,10 @@ class LanguageModel(LightningModule):
     def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
         """Logits [B, T, V] of tokens [B, T] int64, in `documents` [B, T] that do not see each other."""
         return self.model(tokens) if documents is None else self.model(tokens, documents)
+
+    def setup(self, stage: str) -> None:
+        if stage == "fit":  # under bf16-true Lightning rounds the weights next, and makes the optimizer then
+            self._unrounded = {name: p.detach() for name, p in self.model.named_parameters()}
 
     def on_train_start(self) -> None:
         self._losses = []
@@ -112,6 +118,10 @@ class LanguageModel(LightningModule):
     def configure_optimizers(self) -> Any:
         optimizer = self._make_optimizer(self.model)
         check_groups(self.model, optimizer.param_groups)
+        if isinstance(optimizer, AdamWWithMasters):
+            parameters = dict(self.model.named_parameters())
+            optimizer.begin_from({parameters[name]: values for name, values in self._unrounded.items()})
+        self._unrounded = {}
         if self._make_schedule is None:
             return optimizer
         return {
@@ -203,10 +213,14 @@ class LanguageModel(LightningModule):
         if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
             # Lightning leaves fp16 gradients scaled for a fused optimizer, whose own step would unscale them too late.
             scaler.unscale_(optimizer)
-        if self.gradient_clip is not None:
-            self.gradient_norm = nn.utils.clip_grad_norm_(self.parameters(), self.gradient_clip)
-        elif measure:
-            self.gradient_norm = nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None])
+        if self.gradient_clip is None and not measure:
+            return
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        self.gradient_norm = _total_norm(gradients)
+        if self.gradient_clip is not None and gradients:
+            # Of the gradients' type: on a GPU torch multiplies all at once by a number of that type only.
+            norm = self.gradient_norm.to(gradients[0].dtype)
+            nn.utils.clip_grads_with_norm_(self.parameters(), self.gradient_clip, norm)
 
     def _log_step(self, optimizer: Optimizer) -> None:
         assert self.step_loss is not None and self.gradient_norm is not None
@@ -215,6 +229,14 @@ class LanguageModel(LightningModule):
         # fp32, which a plain number becomes, counts exactly up to 16 million only.
         self.log("train/tokens", torch.tensor(self.tokens_seen, dtype=torch.float64))
         self.log("train/learning_rate", float(optimizer.param_groups[0]["lr"]))
+
+
+def _total_norm(gradients: list[Tensor]) -> Tensor:
+    """In fp32 at least, where torch's own has the type of the gradients: three digits in bf16."""
+    if not any(gradient.dtype in (torch.bfloat16, torch.float16) for gradient in gradients):
+        return nn.utils.get_total_norm(gradients)
+    norms = torch._foreach_norm(gradients, 2.0, torch.float32)  # pyright: ignore[reportPrivateImportUsage]
+    return torch.linalg.vector_norm(torch.stack(norms))
 
 
 def _check_chunks(model: nn.Module, rows: Any) -> None:

@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import AdamW, Muon, Optimizer
 
 from flash_train.training.groups import Group, decay_groups, trainable
+from flash_train.training.master_weights import AdamWWithMasters
 
 __all__ = ["MuonWithAdamW", "adamw", "muon"]
 
@@ -24,6 +25,8 @@ def adamw(
     no_decay: Sequence[str] = (),
     fused: bool | None = None,
     foreach: bool | None = None,
+    master_weights: bool = False,
+    fp32_gradients: bool = False,
 ) -> AdamW:
     """AdamW over the trainable parameters of `module`, in two groups: matrices decay, gains and biases do not.
 
@@ -36,14 +39,24 @@ def adamw(
         fused: one kernel for the whole update. The default is to fuse when every parameter is on a GPU.
         foreach: a few kernels for all parameters at once, which need copies as large as they are. The default is
             torch's: on a GPU, where nothing is fused. False with fused=False updates one parameter after the other.
+        master_weights: keep fp32 copies of bf16 and fp16 parameters, and update those (see `AdamWWithMasters`).
+        fp32_gradients: with masters, add up the gradients of micro-batches in fp32.
 
     Raises:
         ValueError: nothing is trainable, a parameter is to be in both groups, a pattern names none, `betas` are not two
-            numbers, `weight_decay` is negative, or the update is to be both fused and foreach.
+            numbers, `weight_decay` is negative, the update is to be both fused and foreach, or fp32 gradients have no
+            masters.
     """
     parameters = trainable(module)
     groups = decay_groups(parameters, weight_decay=weight_decay, decay=decay, no_decay=no_decay)
-    return AdamW(groups, **_adamw_options(parameters.values(), lr, betas, eps, fused, foreach))
+    options = _adamw_options(parameters.values(), lr, betas, eps, fused, foreach)
+    if master_weights:
+        return AdamWWithMasters(groups, **options, fp32_gradients=fp32_gradients)
+    if fp32_gradients:
+        raise ValueError(
+            "fp32_gradients=True needs master_weights=True: torch's AdamW takes gradients of the weights' own type."
+        )
+    return AdamW(groups, **options)
 
 
 def muon(

@@ -23,6 +23,7 @@ from tests.commands.conftest import SHORT, Command
         ("precision=fp32", "checkpointing=selective", "vocabulary_multiple=100"),
         ("precision=bf16_true", "checkpointing=block", "checkpointing.every=2", "optimizer.foreach=true"),
         ("precision=bf16_mixed", "precision.residual=bf16", "checkpointing=selective", "loss=chunked"),
+        ("precision=bf16_masters", "precision.fp32_gradients=true", "callbacks=[default,ema]"),
     ],
     ids=lambda levers: levers[0],
 )
@@ -42,6 +43,13 @@ def test_every_precision_that_a_cpu_has_trains_with_every_lever(
         (("precision=fp16_mixed",), "fp16 needs a GPU: on a CPU Lightning would take bf16 in its place"),
         (("precision=fp32", "precision.residual=bf16"), "precision.residual=bf16 needs a model that computes in bf16"),
         (("precision=fp32", "precision.fp8=rowwise"), "precision.fp8 goes with bf16, got precision.lightning=32-true"),
+        (
+            ("precision=bf16_masters", "optimizer=muon"),
+            "master_weights needs an optimizer that keeps them, and .*muon tak",
+        ),
+        (("precision=fp32", "+precision.master_weights=true"), "master_weights are of weights in half precision, got"),
+        (("precision=bf16_true", "+precision.fp32_gradients=true"), "fp32_gradients needs fp32 master weights; choose"),
+        (("+optimizer.master_weights=true",), "optimizer.master_weights follows from .*see precision=bf16_masters"),
         (("compile.memory_budget=0.8",), "compile.memory_budget is the compiler's; give compile=on with it"),
         (("compile=on", "compile.memory_budget=2"), "a share of the activations from 0 to 1, got 2"),
         (("checkpointing.granularity=layer",), "checkpointing must be one of none, block, selective, got 'layer'"),

@@ -37,6 +37,8 @@ def language_model(implementation: str, *, chunk_rows: int | None = None, optimi
         ("32-true", 1, {"checkpointing": "block"}), ("32-true", 1, {"checkpointing": "block", "checkpoint_every": 2}),
         ("32-true", 1, {"checkpointing": "selective"}), ("bf16-mixed", 1, {"half_residual": True}),
         ("bf16-mixed", 1, {"checkpointing": "block"}), ("bf16-mixed", 1, {"checkpointing": "selective"}),
+        ("bf16-true", 1, {"optimizer": partial(adamw, master_weights=True)}),
+        ("bf16-true", 2, {"optimizer": partial(adamw, master_weights=True, fp32_gradients=True)}),
     ],
 )  # fmt: skip
 def test_every_phase_of_a_run_is_predicted(
@@ -70,6 +72,20 @@ def test_muon_s_state_is_half_of_adamw_s_for_the_matrices_it_takes() -> None:
     matrices = sum(p.numel() for p in language_model("flash").model.blocks.parameters() if p.dim() == 2)  # pyright: ignore
     counters = 512 * 4 * DEPTH  # AdamW counts the steps of each parameter, in a block of its own
     assert states[0] - states[1] == 4 * matrices + counters
+
+
+@pytest.mark.parametrize("fp32_gradients", [False, True])
+def test_masters_are_predicted_with_twelve_bytes_a_parameter_beside_two_and_two_or_four(fp32_gradients: bool) -> None:
+    batch = {name: torch.empty(2, 64, dtype=torch.int64, device="meta") for name in ("inputs", "targets")}
+    optimizer = partial(adamw, master_weights=True, fp32_gradients=fp32_gradients)
+    module = language_model("flash", optimizer=optimizer)
+    phases = predict_peak(module, batch, precision="bf16-true", device="cpu").phases
+    sizes = [p.numel() for p in module.parameters()]
+    held = phases["optimizer"].categories
+    assert held["optimizer state"] == 12 * sum(sizes) + 4 * len(sizes), "and a counter for each"
+    assert held["gradients"] == (4 if fp32_gradients else 2) * sum(sizes)
+    weights = [block for block in phases["optimizer"].blocks if block.category == "parameters"]
+    assert sum(block.size for block in weights if block.dtype == torch.bfloat16) == 2 * sum(sizes)
 
 
 @pytest.mark.parametrize("implementation", ["naive", "sdpa", "flash"])

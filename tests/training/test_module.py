@@ -160,3 +160,21 @@ def test_a_compiled_model_keeps_the_names_of_its_weights(tmp_path: Path, monkeyp
         trainer(tmp_path, max_steps=2, limit_val_batches=0).fit(module, ToyData())
     assert graphs.frame_count == 1
     torch.testing.assert_close(compiled.state_dict(), plain.state_dict())
+
+
+def test_the_norm_of_bf16_gradients_is_measured_in_fp32_and_clips_them(tmp_path: Path) -> None:
+    """In bf16 a norm has three digits."""
+
+    class Look(Callback):
+        def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+            self.before = norm(pl_module)
+
+    def norm(module: nn.Module) -> float:
+        gradients = [p.grad.double().flatten() for p in module.parameters() if p.grad is not None]
+        return float(torch.cat(gradients).norm())
+
+    look, module = Look(), without_dropout(gradient_clip=0.01)
+    trainer(tmp_path, look, max_steps=1, precision="bf16-true", limit_val_batches=0).fit(module, ToyData())
+    assert module.gradient_norm is not None and module.gradient_norm.dtype == torch.float32
+    assert float(module.gradient_norm) == pytest.approx(look.before, rel=1e-6)
+    assert norm(module) == pytest.approx(0.01, rel=0.01)
