@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 import torch._functorch.config
 from lightning import Callback, Trainer, seed_everything
-from lightning.fabric.plugins.environments import SLURMEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import Checkpoint, ModelSummary, ProgressBar
 from lightning.pytorch.loggers import Logger
 
