@@ -1,17 +1,20 @@
 """What a lever promises, by a GPU's own counters."""
 
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
 import lightning
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from flash_train.diagnostics.memory import MemoryMonitor
 from flash_train.models.gpt import GPT
 from flash_train.training.averaging import EMA
+from flash_train.training.master_weights import AdamWWithMasters
 from flash_train.training.module import LanguageModel
 from flash_train.training.optimizer import adamw, muon
 
@@ -19,7 +22,9 @@ pytestmark = pytest.mark.gpu
 V, T, ROWS = 8192, 2048, 4
 
 
-def fit(*callbacks: lightning.Callback, optimizer: Any = adamw, **options: Any) -> tuple[list[float], dict[str, Any]]:
+def fit(
+    *callbacks: lightning.Callback, optimizer: Any = adamw, precision: Any = "bf16-mixed", **options: Any
+) -> tuple[list[float], dict[str, Any]]:
     """The losses of five steps, and what was measured of their memory."""
     torch.manual_seed(0)
     rows: Any = [{name: torch.randint(V, (T,)) for name in ("inputs", "targets")} for _ in range(6 * ROWS)]
@@ -33,7 +38,7 @@ def fit(*callbacks: lightning.Callback, optimizer: Any = adamw, **options: Any) 
             losses.append(float(pl_module.step_loss))
 
     trainer = lightning.Trainer(
-        accelerator="cuda", devices=1, max_steps=5, precision="bf16-mixed", callbacks=[monitor, Losses(), *callbacks],
+        accelerator="cuda", devices=1, max_steps=5, precision=precision, callbacks=[monitor, Losses(), *callbacks],
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(LanguageModel(model, optimizer=partial(optimizer, lr=1e-4)), DataLoader(rows, batch_size=ROWS))
@@ -68,6 +73,46 @@ def test_an_average_lies_on_the_gpu_and_takes_four_bytes_a_parameter() -> None:
     assert all(each.is_cuda for each in ema.average.values())
     taken = averaged["peak_allocated_bytes"] - plain["peak_allocated_bytes"]
     assert taken == pytest.approx(size, rel=0.02)
+
+
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+@pytest.mark.parametrize("fp32_gradients", [False, True])
+def test_bf16_weights_over_masters_take_what_was_predicted_and_lose_as_mixed_precision(fp32_gradients: bool) -> None:
+    masters = partial(adamw, master_weights=True, fp32_gradients=fp32_gradients)
+    (plain, _), (losses, after) = fit(), fit(optimizer=masters, precision="bf16-true")
+    assert abs(after["prediction_error_percent"]) < 2, (after["peak_allocated_bytes"], after["predicted_bytes"])
+    assert losses == pytest.approx(plain, abs=0.05)
+
+
+@pytest.mark.parametrize("way", [{}, {"foreach": True}], ids=["fused", "foreach"])
+def test_masters_are_fp32_weights_with_the_same_gradients_in_a_few_kernels_that_nobody_waits_for(
+    way: dict[str, Any],
+) -> None:
+    torch.manual_seed(0)
+    wide = nn.Sequential(*(nn.Linear(128, 128) for _ in range(40))).cuda()
+    half = deepcopy(wide).bfloat16()
+    plain, ours = adamw(wide, lr=1e-3, **way), adamw(half, lr=1e-3, master_weights=True, **way)
+    assert isinstance(ours, AdamWWithMasters)
+    ours.begin_from(dict(zip(half.parameters(), wide.parameters(), strict=True)))
+    for _ in range(3):
+        for p, q in zip(half.parameters(), wide.parameters(), strict=True):
+            p.grad = torch.randn_like(p)
+            q.grad = p.grad.float()
+        plain.step()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            ours.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    for p, q in zip(half.parameters(), wide.parameters(), strict=True):
+        master = ours.master(p)
+        assert master is not None and torch.equal(master, q) and torch.equal(p, q.bfloat16())
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        ours.step()
+        torch.cuda.synchronize()
+    kernels = sum(event.count for event in profile.key_averages() if "multi_tensor" in event.key)
+    others = sum(event.count for event in profile.key_averages() if "elementwise_kernel" in event.key)
+    assert kernels >= 6 and others == 0, "of 80 tensors none is copied or updated alone"
 
 
 @pytest.mark.parametrize("checkpointing", ["block", "selective"])
