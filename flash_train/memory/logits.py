@@ -39,13 +39,14 @@ class Logits:
     def chunked(self) -> Iterator[tuple[Block, int]]:
         """For the first block of either direction, the bytes that a chunked loss has at the most, instead of all.
 
-        That is, of one chunk, its logits (which are not kept beside their fp32 selves if they are fp32) and two fp32
-        numbers for each; in the backward also the hidden rows' gradient, and the weight's, summed up in fp32, with that
-        of one chunk.
+        In the forward one chunk's logits, the weight as the product takes it, and the gradients, the weight's in fp32;
+        in the backward these gradients, and what it makes of them.
         """
-        chunk = min(CHUNK_ROWS, self.rows) * self.classes * (8 + (self.itemsize if self.itemsize < 4 else 0))
+        chunk = min(CHUNK_ROWS, self.rows) * self.classes * self.itemsize
+        gradients = self.hidden + 4 * self.weight
         for backward, block in self.first.items():
-            yield block, chunk + (self.hidden + self.weight * (4 + self.itemsize) if backward else 0)
+            cast = self.weight * self.itemsize if self.itemsize < 4 else 0
+            yield block, 2 * gradients if backward else chunk + cast + gradients
 
 
 class LogitFinder:

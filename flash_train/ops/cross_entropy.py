@@ -6,6 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.flop_counter import register_flop_formula
+
+from flash_train.ops.choice import TRITON_DTYPES, triton_obstacle
 
 REDUCTIONS = ("mean", "sum")
 
@@ -19,12 +22,17 @@ def chunked_cross_entropy(
     reduction: str = "mean",
     ignore_index: int = -100,
     classes: int | None = None,
+    soft_cap: float = 0.0,
+    z_loss: float = 0.0,
 ) -> Tensor:
     """``cross_entropy(linear(hidden, weight), targets)``, whose logits exist for ``chunk_rows`` rows at a time.
 
-    The same loss and gradients; what is kept for the backward are the arguments. A backward makes each chunk's logits
-    again, which costs one product of matrices more, and adds up the weight's gradient in fp32. It can run more than
-    once (``retain_graph``); a second derivative is refused (``RuntimeError``).
+    The same loss and gradients, from the same three products of matrices. The gradients are computed with the loss,
+    while a chunk's logits are there (as by Liger Kernel, Hsu et al. 2024, arXiv 2410.10989, section 3.2), and kept for
+    the backward, which multiplies them by the one that it gets: of the sum of the losses, so that fp16 holds them
+    before any loss scale. The weight's is summed up in fp32. On a GPU one Triton kernel makes losses and gradients of a
+    chunk's logits in their place; elsewhere torch's operators do. A backward can run more than once
+    (``retain_graph``); a second derivative is refused (``RuntimeError``).
 
     >>> import torch
     >>> hidden, head = torch.randn(512, 64), torch.nn.Linear(64, 1000, bias=False)
@@ -34,81 +42,184 @@ def chunked_cross_entropy(
     Args:
         hidden: ``[..., C]``, in the weight's dtype; under autocast both are taken in autocast's.
         weight: ``[V, C]``.
-        targets: ``[...]`` int64, from 0 to ``classes`` - 1, or ``ignore_index``: that row counts for nothing.
-        chunk_rows: of the rows of ``hidden``; at its peak a chunk takes 8 V (fp32) to 10 V bytes a row (bf16).
+        targets: ``[...]`` int64, from 0 to ``classes`` - 1, or ``ignore_index``: that row counts for nothing. Any other
+            is an IndexError on a CPU, and on a GPU, where nobody waits for it, a loss that is NaN.
+        chunk_rows: of the rows of ``hidden``; a chunk takes V numbers a row in its dtype on a GPU.
         reduction: ``"mean"`` over the targets that count, or ``"sum"``.
         classes: how many rows of ``weight``, from the first on, are classes (default V): further ones are padding,
             which has no part in the loss and a gradient of 0.
+        soft_cap: logits are ``soft_cap * tanh(logits / soft_cap)``; 0 leaves them alone.
+        z_loss: so many times the square of each row's log-sum-exp is added to its loss (Chowdhery et al. 2022, arXiv
+            2204.02311, section 5).
 
     Returns:
         The loss in nats, a scalar in fp32 (float64 for float64).
 
     Raises:
         ValueError: shapes or dtypes that do not fit, a ``chunk_rows`` below 1, ``classes`` out of range, an unknown
-            reduction.
+            reduction, a ``soft_cap`` or ``z_loss`` that is negative or not finite.
     """
     _check(hidden, weight, targets, chunk_rows, reduction)
+    _check_not_negative(soft_cap=soft_cap, z_loss=z_loss)
     classes = _checked_classes(classes, len(weight))
     dtype = hidden.dtype
     if torch.is_autocast_enabled(hidden.device.type) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(hidden.device.type)
     rows, flat = hidden.flatten(0, -2).to(dtype), targets.flatten()
-    total: Tensor = _ChunkedSum.apply(rows, weight, flat, chunk_rows, ignore_index, classes)  # pyright: ignore[reportAssignmentType]
+    derives = torch.is_grad_enabled()
+    total, _, _ = _operator(
+        rows, weight, flat, chunk_rows, ignore_index, classes, float(soft_cap), float(z_loss),
+        derives and rows.requires_grad, derives and weight.requires_grad,
+    )  # fmt: skip
     return total / (flat != ignore_index).sum() if reduction == "mean" else total
 
 
-class _ChunkedSum(torch.autograd.Function):
-    """The sum of the rows' losses. The weight is cast in here, where its gradient is still fp32.
+_library = torch.library.Library("flash_train", "FRAGMENT")
+_library.define(
+    # (sum of the losses, its derivatives; an empty tensor where one is not wanted)
+    "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor targets, int chunk_rows, int ignored, int classes, "
+    "float soft_cap, float z_loss, bool wants_hidden, bool wants_weight) -> (Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_operator = torch.ops.flash_train.linear_cross_entropy.default
 
-    torch's own linear_cross_entropy (from 2.13) computes the gradients in the forward, where fp16 knows no loss scale,
-    and is not compiled.
-    """
 
-    @staticmethod
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk_rows: int, ignored: int, classes: int
-    ) -> Tensor:
-        ctx.save_for_backward(hidden, weight, targets)
-        ctx.chunk_rows, ctx.ignored, ctx.classes = chunk_rows, ignored, classes
+def _sum_of_losses(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    chunk_rows: int,
+    ignored: int,
+    classes: int,
+    soft_cap: float,
+    z_loss: float,
+    wants_hidden: bool,
+    wants_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The operator on every device. The weight is cast in here, where its gradient is still fp32."""
+    gradient = wants_hidden or wants_weight
+    rows = _by_kernel if _has_kernel(hidden) else _by_torch
+    with torch.autocast(hidden.device.type, enabled=False):
         w = weight.to(hidden.dtype)
-        total = torch.zeros((), dtype=_exact(hidden.dtype), device=hidden.device)
-        for h, t in zip(hidden.split(chunk_rows), targets.split(chunk_rows), strict=True):
-            logits = functional.linear(h, w).to(total.dtype)
-            if classes < len(w):
-                logits[:, classes:] = -math.inf
-            total = total + functional.cross_entropy(logits, t, reduction="sum", ignore_index=ignored)
-        return total
+        total = hidden.new_zeros((), dtype=_exact(hidden.dtype))
+        d_hidden = torch.empty_like(hidden) if wants_hidden else hidden.new_empty(0)
+        d_weight = weight.new_zeros(weight.shape if wants_weight else 0, dtype=_exact(weight.dtype))
+        for first in range(0, len(hidden), chunk_rows):
+            chunk = slice(first, first + chunk_rows)
+            h = hidden[chunk]
+            losses, d = rows(functional.linear(h, w), targets[chunk], ignored, classes, soft_cap, z_loss, gradient)
+            total += losses.sum()
+            if wants_hidden:
+                torch.mm(d, w, out=d_hidden[chunk])
+            if wants_weight:
+                _add_product(d_weight, d.T, h)
+            del losses, d
+        return total, d_hidden, d_weight.to(_kept(weight.dtype))
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # torch's own guard misses a constant grad
-            raise RuntimeError(
-                "chunked_cross_entropy has one derivative, and create_graph=True asks for two: "
-                "use cross_entropy of the whole logits"
-            )
-        hidden, weight, targets = ctx.saved_tensors
-        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        w = weight.to(hidden.dtype)
-        d_hidden = torch.empty_like(hidden) if wants_hidden else None
-        d_weight = torch.zeros_like(weight, dtype=_exact(weight.dtype)) if wants_weight else None
-        for first in range(0, hidden.shape[0], ctx.chunk_rows):
-            chunk = slice(first, first + ctx.chunk_rows)
-            h, t = hidden[chunk], targets[chunk]
-            # [V, rows], not [rows, V]: a compiler that met the forward's product here again would keep its result,
-            # and with it all logits.
-            p = torch.mm(w, h.T).to(grad.dtype)
-            if ctx.classes < len(w):
-                p[ctx.classes :] = -math.inf
-            p = p.softmax(0)
-            kept = t != ctx.ignored
-            index = t.where(kept, 0)[None]
-            p.scatter_add_(0, index, torch.full_like(index, -1, dtype=p.dtype))
-            p = p.mul_(grad * kept).to(h.dtype)  # the gradient of the logits
-            if d_hidden is not None:
-                d_hidden[chunk] = torch.mm(p.T, w)
-            if d_weight is not None:
-                d_weight += torch.mm(p, h)
-        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None, None, None, None
+
+def _by_kernel(
+    logits: Tensor, targets: Tensor, ignored: int, classes: int, soft_cap: float, z_loss: float, gradient: bool
+) -> tuple[Tensor, Tensor]:
+    """(losses, the gradient of the logits, in their place)"""
+    from flash_train.ops.kernels.cross_entropy import cross_entropy_rows
+
+    return cross_entropy_rows(logits, targets, ignored, classes, soft_cap, z_loss, gradient=gradient), logits
+
+
+def _by_torch(
+    logits: Tensor, targets: Tensor, ignored: int, classes: int, soft_cap: float, z_loss: float, gradient: bool
+) -> tuple[Tensor, Tensor]:
+    """As `_by_kernel`, but the gradient is a tensor of its own."""
+    dtype, x = logits.dtype, logits.to(_exact(logits.dtype))
+    if soft_cap:
+        x.div_(soft_cap).tanh_().mul_(soft_cap)
+    if classes < x.shape[1]:
+        x[:, classes:] = -math.inf
+    lse, counts = x.logsumexp(1), targets != ignored
+    index = targets.where(counts, 0)[:, None]
+    losses = torch.where(counts, lse - x.gather(1, index)[:, 0] + z_loss * lse * lse, 0)
+    if not gradient:
+        return losses, logits
+    d = (x - lse[:, None]).exp_().mul_((1 + 2 * z_loss * lse)[:, None])
+    d.scatter_add_(1, index, torch.full_like(index, -1, dtype=d.dtype))
+    if soft_cap:  # the derivative of its tanh
+        known, d_known = x[:, :classes].div_(soft_cap), d[:, :classes]
+        d_known -= d_known * known.square_()
+    return losses, d.mul_(counts[:, None]).to(dtype)
+
+
+def _add_product(to: Tensor, a: Tensor, b: Tensor) -> None:
+    """to += a @ b, summed up in `to`'s dtype."""
+    if to.dtype == a.dtype:
+        to.addmm_(a, b)
+    elif a.is_cuda and torch.version.hip is None:
+        torch.addmm(to, a, b, out_dtype=to.dtype, out=to)  # pyright: ignore[reportCallIssue]
+    else:
+        to += torch.mm(a, b)
+
+
+def _has_kernel(hidden: Tensor) -> bool:
+    return hidden.is_cuda and hidden.dtype in TRITON_DTYPES and triton_obstacle(hidden.device) is None
+
+
+_library.impl("linear_cross_entropy", _sum_of_losses, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("flash_train::linear_cross_entropy", lib=_library)
+def _fake(hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    wants_hidden, wants_weight = rest[-2:]
+    return (
+        hidden.new_empty((), dtype=_exact(hidden.dtype)),
+        torch.empty_like(hidden) if wants_hidden else hidden.new_empty(0),
+        weight.new_empty(weight.shape if wants_weight else 0, dtype=_kept(weight.dtype)),
+    )
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*output[1:])
+    ctx.dtypes = [x.dtype if wanted else None for x, wanted in zip(inputs[:2], inputs[-2:], strict=True)]
+    ctx.set_materialize_grads(False)
+
+
+def _derive(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(
+            "chunked_cross_entropy has one derivative, and create_graph=True asks for two: "
+            "use cross_entropy of the whole logits"
+        )
+    saved = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+    return *(None if grad is None or dtype is None else (x * grad).to(dtype) for x, dtype in saved), *[None] * 8
+
+
+torch.library.register_autograd("flash_train::linear_cross_entropy", _derive, setup_context=_keep, lib=_library)
+
+
+def _workspace(
+    capability: tuple[int, int] | None, hidden: Tensor, weight: Tensor, targets: Tensor, chunk_rows: int, *rest: Any
+) -> int:
+    """Bytes that the operator holds while it runs, beside its results: a chunk, the cast weight, the fp32 sums."""
+    wants_hidden, wants_weight = rest[-2:]
+    size, exact = hidden.element_size(), max(4, hidden.element_size())
+    rows, logit, row = min(chunk_rows, len(hidden)), size, 4  # bytes of a logit, and of a row's few numbers
+    if capability is None or hidden.dtype == torch.float64:  # `_by_torch`
+        gradient, rounded = wants_hidden or wants_weight, exact > size
+        logit += exact + (exact if rounded else 0) + (size if rounded and gradient else 0)
+        row = (17 if rounded else 25) if gradient else 8
+    chunk = rows * (len(weight) * logit + row)
+    cast = weight.numel() * size if weight.dtype != hidden.dtype else 0
+    if not wants_weight or _kept(weight.dtype) == _exact(weight.dtype):
+        return chunk + cast
+    sums = weight.numel() * 4  # which the result follows in the end
+    return cast + sums + max(0, chunk - weight.numel() * weight.element_size())
+
+
+_operator.workspace_bytes = _workspace  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@register_flop_formula(torch.ops.flash_train.linear_cross_entropy)
+def _flops(hidden: torch.Size, weight: torch.Size, *rest: Any, out_shape: object = None) -> int:
+    """The logits, and a product as large for each gradient that is wanted."""
+    return 2 * hidden[0] * weight[0] * weight[1] * (1 + sum(rest[-2:]))
 
 
 def _checked_classes(classes: int | None, rows: int) -> int:
@@ -117,6 +228,17 @@ def _checked_classes(classes: int | None, rows: int) -> int:
     if not isinstance(classes, int) or isinstance(classes, bool) or not 1 <= classes <= rows:
         raise ValueError(f"classes must be a number of the weight's rows, from 1 to {rows}, got {classes!r}")
     return classes
+
+
+def _kept(dtype: torch.dtype) -> torch.dtype:
+    """Of the weight's gradient until the backward: a sum over all rows may be too large for fp16."""
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
+def _check_not_negative(**numbers: float) -> None:
+    for name, x in numbers.items():
+        if not 0 <= x < math.inf:
+            raise ValueError(f"{name} must be a finite number from 0 on, got {x!r}: 0 leaves it out")
 
 
 def _exact(dtype: torch.dtype) -> torch.dtype:

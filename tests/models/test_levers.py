@@ -137,22 +137,22 @@ def test_a_padded_vocabulary_is_the_same_model(tied: bool) -> None:
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_a_chunked_loss_leaves_padding_out_exactly(autocast: bool) -> None:
-    model = make(vocabulary_multiple=16)
+    plain, padded = make(), make(vocabulary_multiple=16)
     with torch.no_grad():
-        model.token_embedding.weight[V:] = 7.0  # which would be seen
-    targets, losses, gradients = TOKENS.roll(-1, 1), [], []
-    for classes in (V, None):
-        head = partial(chunked_cross_entropy, targets=targets, chunk_rows=16, classes=classes)
+        padded.load_state_dict(plain.state_dict() | {"token_embedding.weight": torch.full((64, C), 7.0)})
+        padded.token_embedding.weight[:V] = plain.token_embedding.weight  # beyond V are 7s, which would be seen
+    head = partial(chunked_cross_entropy, targets=TOKENS.roll(-1, 1), chunk_rows=16, classes=V)
+    found = []
+    for model in (plain, padded):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            loss = model(TOKENS, head=head) if classes else F.cross_entropy(model(TOKENS).flatten(0, 1).float(),
-                                                                            targets.flatten())  # fmt: skip
-        losses.append(loss.detach())
+            loss = model(TOKENS, head=head)
         [gradient] = torch.autograd.grad(loss, model.token_embedding.weight)
-        gradients.append(gradient)
+        found.append((loss.detach(), gradient))
+    (loss, gradient), (padded_loss, padded_gradient) = found
     rtol, atol = (2e-2, 2e-4) if autocast else (1.3e-6, 1e-5)
-    torch.testing.assert_close(losses[0], losses[1], rtol=rtol, atol=atol)
-    torch.testing.assert_close(gradients[0], gradients[1], rtol=rtol, atol=atol)
-    assert not gradients[0][V:].any()
+    torch.testing.assert_close(padded_loss, loss, rtol=rtol, atol=atol)
+    torch.testing.assert_close(padded_gradient[:V], gradient, rtol=rtol, atol=atol)
+    assert not padded_gradient[V:].any()
 
 
 def test_classes_that_the_weight_has_not_are_refused() -> None:
