@@ -24,6 +24,7 @@ from flash_train.commands.hydra_app import ExitCode, complain
 from flash_train.commands.initial import other_model
 from flash_train.commands.objects import Config, Objects, build_objects
 from flash_train.commands.result import describe_end, describe_start, write_json
+from flash_train.commands.values import master_weights
 from flash_train.models.parameters import parameter_count, parameter_table
 from flash_train.ops.sdpa import Unsupported
 from flash_train.training.data.store import write_whole
@@ -91,7 +92,7 @@ def run(config: Config, folder: Path, overrides: list[str]) -> int:
 
 def check_resumable(header: CheckpointHeader, config: Config) -> None:
     """Raise ValueError for another model than the checkpoint's, even where its weights would fit (another window, soft
-    cap or number of heads), and for fewer steps than it has done.
+    cap or number of heads), for weights without the fp32 masters that they had, and for fewer steps than it has done.
 
     Other data is refused by `TokenData`. Any other change, dropout among them, is the user's, and `announce` prints it.
     """
@@ -103,6 +104,12 @@ def check_resumable(header: CheckpointHeader, config: Config) -> None:
         raise ValueError(
             f"trainer.max_steps must be at least the {header.step} steps that the checkpoint has done, got {steps}; "
             "give more, or resume from an earlier checkpoint"
+        )
+    if master_weights(earlier) and not master_weights(config):
+        raise ValueError(
+            f"the run keeps its weights in fp32 masters, and precision.lightning={config['precision']['lightning']} "
+            "would go on with what bf16 left of them; resume with precision=bf16_masters, or start a new run with "
+            "init_from"
         )
     different = other_model(header, config)
     if different:

@@ -65,6 +65,15 @@ def test_what_cannot_be_is_refused_in_a_sentence(command: Command, levers: tuple
     assert re.search(text, lines[0]), lines
 
 
+def test_a_run_with_masters_resumes_with_them_alone(command: Command) -> None:
+    assert command(main, *SHORT, "precision=bf16_masters").code == 0
+    answer = command(main, "resume_from=run", "trainer.max_steps=3", "precision=bf16_mixed")
+    assert answer.code == 2 and "Traceback" not in answer.err
+    assert "the run keeps its weights in fp32 masters, and precision.lightning=bf16-mixed would go on" in answer.err
+    answer = command(main, "resume_from=run", "trainer.max_steps=3")
+    assert answer.code == 0, answer.err
+
+
 def test_fp8_is_refused_where_torchao_or_the_gpu_is_missing(command: Command) -> None:
     answer = command(main, *SHORT, "precision=fp8", "model.width=64")
     assert answer.code == 2 and ("fp8 needs torchao" in answer.err or "fp8 needs a GPU of" in answer.err)
