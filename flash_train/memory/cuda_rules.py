@@ -53,6 +53,8 @@ def cuda_rules(capability: tuple[int, int]) -> Iterator[None]:
             _autocast_as_cuda(library)
             library.impl("dropout", _dropout, "AutogradCPU")
             library.impl("rms_norm", _rms_norm, "AutogradCPU")
+            library.impl("_fused_rms_norm", _fused_rms_norm, "CPU")
+            library.impl("_fused_rms_norm_backward", _fused_rms_norm_backward, "CPU")
             library.impl("scaled_dot_product_attention", _sdpa(capability), "AutogradCPU")
         yield
     finally:
@@ -124,6 +126,20 @@ def _rms_norm(x: Tensor, normalized_shape: list[int], weight: Tensor | None = No
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + (eps or torch.finfo(x.dtype).eps))
         return normed.to(x.dtype) * weight
     return aten._fused_rms_norm(x, normalized_shape, weight, eps)[0]
+
+
+def _fused_rms_norm(
+    x: Tensor, normalized_shape: list[int], weight: Tensor | None, eps: float | None
+) -> tuple[Tensor, Tensor]:
+    """Of fake tensors: the result and, in fp32, one number a row. A CPU's operator is a composite, which keeps more."""
+    rows = x.shape[: x.dim() - len(normalized_shape)]
+    return torch.empty_like(x), x.new_empty(*rows, *[1] * len(normalized_shape), dtype=torch.float32)
+
+
+def _fused_rms_norm_backward(
+    grad: Tensor, x: Tensor, normalized_shape: list[int], rstd: Tensor, weight: Tensor | None, mask: list[bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    return torch.empty_like(x), None if weight is None else torch.empty_like(weight)
 
 
 def _sdpa(capability: tuple[int, int]) -> Callable[..., Tensor]:

@@ -159,6 +159,16 @@ def test_an_operator_of_anybody_s_declares_its_workspace() -> None:
     assert sizes["h200"].cublas == 64 * 2**20
 
 
+def test_rms_norm_keeps_its_input_and_a_number_a_row_on_a_gpu() -> None:
+    kept: list[tuple[int, ...]] = []
+    with cuda_rules.cuda_rules((9, 0)), FakeTensorMode():
+        norm, x = nn.RMSNorm(24), torch.empty(5, 7, 24, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(lambda y: (kept.append(tuple(y.shape)), y)[1], lambda y: y):
+            gradients = torch.autograd.grad(norm(x).sum(), [x, norm.weight])
+    assert sorted(kept) == [(5, 7, 1), (5, 7, 24), (24,)]
+    assert [g.shape for g in gradients] == [x.shape, norm.weight.shape]
+
+
 def test_dropout_keeps_a_byte_for_each_element_on_a_gpu() -> None:
     class Dropping(nn.Module):
         def __init__(self, p: float) -> None:
