@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from flash_train.ops.features import Terms
 from flash_train.ops.kernels.hopper.forward_fetch import Numbers, Rings, produce
 from flash_train.ops.kernels.hopper.masks import hide
-from flash_train.ops.kernels.hopper.places import key_tile, key_tiles, locate
+from flash_train.ops.kernels.hopper.places import TOGETHER, key_tile, key_tiles, locate
 from flash_train.ops.kernels.hopper.shim import (
     bar_arrive,
     bar_sync,
@@ -153,7 +153,7 @@ def _consume_tile(output, lse, rings, tile, done, again, n, ME: gl.constexpr, MA
     ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, E, 16])
     PROBABILITIES: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=2)
     q_tile, out_tile = rings.q.index(ME), rings.output.index(ME)
-    block, head = locate(tile, gl.cdiv(n.T, BLOCK_T), n.heads, 8, MASK != "full")
+    block, head = locate(tile, gl.cdiv(n.T, BLOCK_T), n.heads, TOGETHER, MASK != "full")
     b = head // n.H
     h = head - b * n.H
     tiles = key_tiles(block, n, BLOCK_T, BLOCK_S, MASK)

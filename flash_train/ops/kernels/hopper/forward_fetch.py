@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from flash_train.ops.kernels.hopper.places import key_tile, key_tiles, locate
+from flash_train.ops.kernels.hopper.places import TOGETHER, key_tile, key_tiles, locate
 from flash_train.ops.kernels.hopper.shim import fetch_add, load, view
 from flash_train.ops.kernels.tiles import MANY
 
@@ -66,7 +66,7 @@ def produce_tile(q, k, v, rings, tile, done, n, MASK: gl.constexpr, BLOCK_S: gl.
     """Queries of a tile, then its keys and values. Keys are needed, and freed, one step earlier than values, and are
     fetched one step earlier. Returns how many tiles of keys the rings have seen."""
     BLOCK_T: gl.constexpr = CONSUMERS * 64
-    block, head = locate(tile, gl.cdiv(n.T, BLOCK_T), n.heads, 8, MASK != "full")
+    block, head = locate(tile, gl.cdiv(n.T, BLOCK_T), n.heads, TOGETHER, MASK != "full")
     b = head // n.H
     h = head - b * n.H
     tiles = key_tiles(block, n, BLOCK_T, BLOCK_S, MASK)

@@ -6,6 +6,9 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+TOGETHER = gl.constexpr(8)
+"""Heads that the forward takes at a time, so that their keys and values stay in the L2 cache."""
+
 
 @gluon.jit
 def locate(tile, blocks, heads, together, LAST_FIRST: gl.constexpr):
