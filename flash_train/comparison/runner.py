@@ -63,8 +63,9 @@ def run_job(job: Job, *, tick: Callable[[], None]) -> Outcome:
 def _run_child(job: Job, tick: Callable[[], None]) -> int:
     with (job.folder / "output.log").open("w") as log:
         child = subprocess.Popen(
-            job.command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, preexec_fn=die_with_parent(signal.SIGKILL)
-        )
+            job.command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+            preexec_fn=die_with_parent(signal.SIGKILL),
+        )  # fmt: skip
         try:
             while child.poll() is None:
                 tick()
