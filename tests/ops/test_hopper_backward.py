@@ -2,11 +2,10 @@
 
 import itertools
 import types
+from typing import Any
 
 import pytest
 import torch
-from triton.experimental.gluon._runtime import GluonJITFunction
-
 from flash_train.ops import choice
 from flash_train.ops.attention import Mask, Score, flash_attention_with_lse
 from flash_train.ops.features import UNBOUNDED, Terms
@@ -21,7 +20,7 @@ from tests.ops.gluon import run_on_cpu
 from tests.ops.test_hopper import visible
 
 
-def call(function: GluonJITFunction, *args):
+def call(function: Any, *args):
     """A function of `places` as Python has it, and those that it calls."""
     names = {name: x for name, x in vars(places).items()}
     for name in ("query_tiles", "shared_tiles", "blocks_before"):
