@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from flash_train.ops import choice
 from flash_train.ops.attention import Mask, Score, flash_attention_with_lse
 from flash_train.ops.features import UNBOUNDED, Terms
