@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.utils.flop_counter import register_flop_formula
 
@@ -32,7 +33,7 @@ def chunked_cross_entropy(
     the backward, which multiplies them by the one that it gets: of the sum of the losses, so that fp16 holds them
     before any loss scale. The weight's is summed up in fp32. On a GPU one Triton kernel makes losses and gradients of a
     chunk's logits in their place; elsewhere torch's operators do. A backward can run more than once
-    (``retain_graph``); a second derivative is refused (``RuntimeError``).
+    (``retain_graph``). ``torch.func``'s vmap, grad and jacrev take it in eager mode.
 
     >>> import torch
     >>> hidden, head = torch.randn(512, 64), torch.nn.Linear(64, 1000, bias=False)
@@ -53,9 +54,10 @@ def chunked_cross_entropy(
             2204.02311, section 5).
 
     Returns:
-        The loss in nats, a scalar in fp32 (float64 for float64).
+        The loss in nats, a scalar in fp32 (float64 for float64). A mean over no target is NaN, its gradient 0.
 
     Raises:
+        RuntimeError: a second derivative is taken, or one in forward mode.
         ValueError: shapes or dtypes that do not fit, a ``chunk_rows`` below 1, ``classes`` out of range, an unknown
             reduction, a ``soft_cap`` or ``z_loss`` that is negative or not finite.
     """
@@ -63,15 +65,18 @@ def chunked_cross_entropy(
     _check_not_negative(soft_cap=soft_cap, z_loss=z_loss)
     classes = _checked_classes(classes, len(weight))
     dtype = hidden.dtype
-    if torch.is_autocast_enabled(hidden.device.type) and dtype != torch.float64:
+    if _autocasts(hidden) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(hidden.device.type)
     rows, flat = hidden.flatten(0, -2).to(dtype), targets.flatten()
     derives = torch.is_grad_enabled()
-    total, _, _ = _operator(
+    total, _, _ = _call(
         rows, weight, flat, chunk_rows, ignore_index, classes, float(soft_cap), float(z_loss),
         derives and rows.requires_grad, derives and weight.requires_grad,
     )  # fmt: skip
-    return total / (flat != ignore_index).sum() if reduction == "mean" else total
+    if reduction == "sum":
+        return total
+    counts = (flat != ignore_index).sum()
+    return (total / counts.clamp(min=1)).masked_fill(counts == 0, math.nan)  # whose gradient would be 0 / 0
 
 
 _library = torch.library.Library("flash_train", "FRAGMENT")
@@ -130,14 +135,21 @@ def _by_torch(
     logits: Tensor, targets: Tensor, ignored: int, classes: int, soft_cap: float, z_loss: float, gradient: bool
 ) -> tuple[Tensor, Tensor]:
     """As `_by_kernel`, but the gradient is a tensor of its own."""
+    counts = targets != ignored
+    known = (targets >= 0) & (targets < classes)
+    if logits.device.type == "cpu" and not (known | ~counts).all():
+        raise IndexError(
+            f"targets must be from 0 to {classes - 1} or ignore_index = {ignored}, "
+            f"got {int(targets[counts & ~known][0])}: mask what is no class, or give a weight with a row for it"
+        )
     dtype, x = logits.dtype, logits.to(_exact(logits.dtype))
     if soft_cap:
         x.div_(soft_cap).tanh_().mul_(soft_cap)
     if classes < x.shape[1]:
         x[:, classes:] = -math.inf
-    lse, counts = x.logsumexp(1), targets != ignored
-    index = targets.where(counts, 0)[:, None]
-    losses = torch.where(counts, lse - x.gather(1, index)[:, 0] + z_loss * lse * lse, 0)
+    lse, index = x.logsumexp(1), targets.where(known, 0)[:, None]
+    own = x.gather(1, index)[:, 0].where(known, math.nan)
+    losses = torch.where(counts, lse - own + z_loss * lse * lse, 0)
     if not gradient:
         return losses, logits
     d = (x - lse[:, None]).exp_().mul_((1 + 2 * z_loss * lse)[:, None])
@@ -181,10 +193,10 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.set_materialize_grads(False)
 
 
-def _derive(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+def _derive(ctx: Any, grad: Tensor | None, *of_derivatives: Tensor | None) -> tuple[Tensor | None, ...]:
+    if any(x is not None for x in of_derivatives):  # they are results of the operator, and take part in create_graph
         raise RuntimeError(
-            "chunked_cross_entropy has one derivative, and create_graph=True asks for two: "
+            "chunked_cross_entropy has one derivative, and a second was asked for (create_graph=True): "
             "use cross_entropy of the whole logits"
         )
     saved = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
@@ -192,6 +204,30 @@ def _derive(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Tensor | 
 
 
 torch.library.register_autograd("flash_train::linear_cross_entropy", _derive, setup_context=_keep, lib=_library)
+
+
+class _Transformed(torch.autograd.Function):
+    """The operator for `torch.func`, which takes none whose formula is registered as above."""
+
+    generate_vmap_rule = True
+    forward = staticmethod(_operator)
+    setup_context = staticmethod(_keep)
+    backward = staticmethod(_derive)
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError(
+            "chunked_cross_entropy has no forward-mode derivative, which jvp, jacfwd and hessian take: use reverse "
+            "mode (grad, jacrev) or cross_entropy of the whole logits"
+        )
+
+
+def _call(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    if not torch.compiler.is_compiling() and (
+        torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    ):
+        return _Transformed.apply(*args)
+    return _operator(*args)
 
 
 def _workspace(
@@ -241,6 +277,10 @@ def _check_not_negative(**numbers: float) -> None:
             raise ValueError(f"{name} must be a finite number from 0 on, got {x!r}: 0 leaves it out")
 
 
+def _autocasts(x: Tensor) -> bool:
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)  # a meta device has no autocast to ask for
+
+
 def _exact(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
@@ -258,7 +298,7 @@ def _check(hidden: Tensor, weight: Tensor, targets: Tensor, chunk_rows: int, red
         )
     if targets.dtype != torch.int64:
         raise ValueError(f"targets must be int64 indices, got {targets.dtype}: use targets.long()")
-    if not torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != weight.dtype:
+    if not _autocasts(hidden) and hidden.dtype != weight.dtype:
         raise ValueError(
             f"hidden and weight must have one dtype outside of autocast, got {hidden.dtype} and {weight.dtype}: "
             "cast one of them"

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn import functional
 
 from flash_train.diagnostics.cpu_peak import PeakProbe
@@ -97,17 +98,71 @@ def test_a_loss_that_is_used_twice_and_a_backward_done_again_give_twice_the_grad
     (2 * loss + loss.square() / (2 * loss.detach())).backward()
     assert leaf.grad is not None
     torch.testing.assert_close(leaf.grad, 4 * once / 1024)
-    with pytest.raises(RuntimeError, match="create_graph=True asks for two: use cross_entropy of the whole logits"):
-        torch.autograd.grad(chunked_cross_entropy(leaf[:5], leaf, targets[:5]), leaf, create_graph=True)
 
 
 def test_rows_that_are_all_ignored_have_the_plain_loss_and_no_gradient() -> None:
     hidden, weight, targets = numbers()
-    none = torch.full_like(targets, 7)
-    leaf = weight.requires_grad_()
-    chunked_cross_entropy(hidden, leaf, none, ignore_index=7, reduction="sum").backward()
-    assert leaf.grad is not None and not leaf.grad.any()
-    assert chunked_cross_entropy(hidden, weight, none, ignore_index=7).isnan()
+    leaves = hidden.requires_grad_(), weight.requires_grad_()
+    for rows in (len(hidden), 0):
+        for reduction in ("sum", "mean"):
+            loss = chunked_cross_entropy(
+                hidden[:rows], weight, torch.full_like(targets, 7)[:rows], ignore_index=7, reduction=reduction
+            )
+            assert loss.isnan() if reduction == "mean" else loss == 0
+            for gradient in torch.autograd.grad(loss, leaves):  # a micro-batch without targets spoils no sum
+                assert not gradient.any()
+
+
+def test_gradients_under_soft_cap_and_z_loss_and_with_padding_are_the_losses_differences() -> None:
+    hidden, weight, targets = numbers(5)
+    leaves = [x[:7, :3].double().requires_grad_() for x in (hidden, weight)]
+    for classes in (None, 4):
+        loss = partial(
+            chunked_cross_entropy, targets=targets % 4, chunk_rows=2, ignore_index=3, classes=classes,
+            soft_cap=3.0, z_loss=0.1,
+        )  # fmt: skip
+        assert torch.autograd.gradcheck(loss, leaves)
+
+
+def test_a_second_derivative_is_refused_when_it_is_taken_and_no_sooner() -> None:
+    hidden, weight, targets = numbers(5)
+    leaf, scale = weight.requires_grad_(), torch.tensor(3.0, requires_grad=True)
+    loss = chunked_cross_entropy(hidden, leaf, targets)
+    [gradient] = torch.autograd.grad(scale * loss, leaf, create_graph=True)
+    [by_scale] = torch.autograd.grad(gradient.sum(), scale, retain_graph=True)  # the loss has been derived once only
+    torch.testing.assert_close(by_scale, gradient.detach().sum() / 3)
+    with pytest.raises(RuntimeError, match="has one derivative, and a second was asked for .*: use cross_entropy of"):
+        gradient.square().sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own, of forward mode
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # vmap takes the operator in a loop
+def test_torch_func_gives_the_plain_losses_gradients_and_is_refused_what_there_is_not() -> None:
+    hidden, weight, targets = (x.double() if x.is_floating_point() else x for x in numbers(3, 5))
+    chunked = partial(chunked_cross_entropy, chunk_rows=2)
+    both: list[Callable[..., Tensor]] = [chunked, plain]
+    per_sample = [torch.func.vmap(torch.func.grad(f, argnums=(0, 1)), (0, None, 0)) for f in both]
+    torch.testing.assert_close(*(f(hidden, weight, targets) for f in per_sample))
+    losses = [torch.func.vmap(f, (0, None, 0)) for f in both]
+    torch.testing.assert_close(*(torch.func.jacrev(f, 1)(hidden, weight, targets) for f in losses))
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="no forward-mode derivative.*: use reverse mode"):
+        chunked(hidden, forward_ad.make_dual(weight, weight), targets)
+    with pytest.raises(RuntimeError, match="a second was asked for"):
+        torch.func.grad(lambda w: torch.func.grad(chunked, 1)(hidden, w, targets).square().sum())(weight)
+
+
+@pytest.mark.parametrize("target", [-1, 3, V])
+def test_a_target_that_is_no_class_is_an_index_error_on_a_cpu(target: int) -> None:
+    hidden, weight, _ = numbers(4)
+    with pytest.raises(IndexError, match=f"from 0 to 2 or ignore_index = -100, got {target}: mask what is no class"):
+        chunked_cross_entropy(hidden, weight, torch.tensor([0, -100, target, 2]), classes=3)
+
+
+def test_a_meta_device_gives_the_shapes() -> None:
+    hidden, weight, targets = (x.to("meta") for x in numbers())
+    with torch.autocast("cpu", torch.bfloat16):
+        chunked_cross_entropy(hidden, weight.requires_grad_(), targets).backward()
+    assert weight.grad is not None and weight.grad.shape == (V, C)
 
 
 def peak_of(loss: Callable[..., Tensor], hidden: Tensor, weight: Tensor, targets: Tensor) -> int:
