@@ -112,6 +112,7 @@ class SpeedMonitor(Monitor):
         self._waited = 0.0
         self._fetch_began = 0.0
         self._watched: Any = None
+        self._disturbing: list[Callable[[int], bool]] = []
         self._flops_per_token: float | None = None
 
     def result(self) -> dict[str, float | None]:
@@ -125,6 +126,8 @@ class SpeedMonitor(Monitor):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._device = trainer.strategy.root_device
         self._watch_fetches(trainer)
+        callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+        self._disturbing = [each.disturbs_timing for each in callbacks if hasattr(each, "disturbs_timing")]
         flops = getattr(pl_module, "flops_per_token", None)
         if isinstance(flops, (int, float)) and flops > 0:
             self._flops_per_token = float(flops)
@@ -192,7 +195,8 @@ class SpeedMonitor(Monitor):
         if not step_is_complete(trainer):
             return
         end, host_end = now(self._device), time.perf_counter()
-        if self._counts(trainer):
+        interrupted = self._interrupted_so_far(trainer)
+        if interrupted == self._interrupted_at_start and self._counts(trainer):
             before, host_before, interrupted_before = self._last_end or (None, 0.0, None)
             if interrupted_before != self._interrupted_at_start:
                 before = None
@@ -203,17 +207,14 @@ class SpeedMonitor(Monitor):
         self._steps += 1
         self._in_step = False
         self._waited = 0.0
-        self._last_end = (end, host_end, self._interrupted_so_far(trainer))
+        self._last_end = (end, host_end, interrupted)
         self._settle()
 
     def _counts(self, trainer: Trainer) -> bool:
         if self._steps < self._warmup_steps or compilations() != self._compiled_at_start:
             return False
-        if self._interrupted_so_far(trainer) != self._interrupted_at_start:
-            return False
-        callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         step = step_of(trainer)
-        return not any(each.disturbs_timing(step) for each in callbacks if hasattr(each, "disturbs_timing"))
+        return not any(disturbs(step) for disturbs in self._disturbing)
 
     def _settle(self) -> None:
         while self._pending and self._pending[0].end.reached():

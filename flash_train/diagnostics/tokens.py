@@ -18,7 +18,7 @@ def tokens_in(batch: Any) -> int:
     """
     if isinstance(batch, Tensor):
         return batch.numel() if batch.dtype in INTEGERS else 0
-    if isinstance(batch, Mapping):
+    if isinstance(batch, (dict, Mapping)):  # a dict is told at once, where the other takes some microseconds
         return tokens_in([*(batch[name] for name in NAMES if name in batch), *batch.values()])
     if isinstance(batch, (list, tuple)):
         return next((tokens for item in batch if (tokens := tokens_in(item))), 0)
