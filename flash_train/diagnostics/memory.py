@@ -12,9 +12,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from flash_train.diagnostics.ledger import ledger_of
+from flash_train.diagnostics.ledger import PeakLedger, ledger_of
 from flash_train.diagnostics.meters import AllocatorMeter, Meter, ProfilerMeter
-from flash_train.diagnostics.monitor import Monitor, highest, never_raises, step_is_complete, step_of
+from flash_train.diagnostics.monitor import Monitor, highest, log_every, never_raises, step_is_complete, step_of
 from flash_train.diagnostics.prediction import predict_step
 from flash_train.memory.advice import Advisory
 from flash_train.memory.sizes import error_percent
@@ -46,9 +46,9 @@ class MemoryMonitor(Monitor):
     Args:
         probe_step: the step measured on a CPU, counted from 0 as this run begins; a shorter run measures its last. By
             default the first that has both gradients and optimizer state from the step before.
-        phases_every_n_steps: on an accelerator, measure phases in every n-th step. The counters cost some 0.2 ms of
-            the host's time per micro-batch, which a step of a few milliseconds may feel; the peak of the window needs
-            none of them.
+        phases_every_n_steps: on an accelerator, measure phases in every n-th step; by default in the first five of a
+            run and in every tenth, or in one of a window that is shorter. The counters cost some 0.25 ms of the host's
+            time per micro-batch; the peak of the window, of every step, needs none of them.
         predict: before the first step, predict its peak (see `predict_peak`): a second or two in which a copy of the
             module takes that step on fake tensors, so its `training_step` is called once more. What cannot be
             predicted is said once, with the reason.
@@ -56,10 +56,10 @@ class MemoryMonitor(Monitor):
 
     numbers = ("allocated", "reserved", *PHASES, "step", "retries", "predicted")
 
-    def __init__(self, *, probe_step: int = 2, phases_every_n_steps: int = 1, predict: bool = False) -> None:
+    def __init__(self, *, probe_step: int = 2, phases_every_n_steps: int | None = None, predict: bool = False) -> None:
         if probe_step < 0:
             raise ValueError(f"probe_step counts steps from 0, got {probe_step}: leave it out for the third step.")
-        if phases_every_n_steps < 1:
+        if phases_every_n_steps is not None and phases_every_n_steps < 1:
             raise ValueError(f"phases_every_n_steps must be at least 1, got {phases_every_n_steps}: 1 is every step.")
         self._probe_step = probe_step
         self._phases_every = phases_every_n_steps
@@ -136,7 +136,11 @@ class MemoryMonitor(Monitor):
         if ledger is None:
             logger.warning("torch keeps no peak memory on %r devices: none is measured.", self._device.type)
             return None
-        return AllocatorMeter(ledger, phases_every=self._phases_every)
+        return self._meter_on(ledger, trainer)
+
+    def _meter_on(self, ledger: PeakLedger, trainer: Trainer) -> AllocatorMeter:
+        first, window = step_of(trainer), log_every(trainer)
+        return AllocatorMeter(ledger, phases_every=self._phases_every, first_step=first, window=window)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._report_rest(trainer)
@@ -251,9 +255,7 @@ class MemoryMonitor(Monitor):
         at = self._note_rank(numbers.get("allocated", []))
         for name, value in window.items():
             self._highest[name] = max(self._highest.get(name, 0), value)
-        metrics = {
-            f"memory/peak_{name}_gib": window[name] / GIB for name in ("allocated", "reserved") if name in window
-        }
+        metrics = {f"memory/peak_{x}_gib": window[x] / GIB for x in ("allocated", "reserved") if x in window}
         if at is not None:
             metrics["memory/peak_allocated_rank"] = float(at)
         for phase in (*PHASES, "step"):

@@ -9,6 +9,10 @@ from flash_train.diagnostics.ledger import PeakLedger, Scope
 
 logger = logging.getLogger(__name__)
 
+_FIRST, _EVERY = 5, 10
+"""Steps in which phases are followed unless somebody chooses: the first of a run, where states and caches are made, and
+one of so many after them."""
+
 
 class Meter(Protocol):
     """Follows the phases of training. Steps are numbered as Lightning logs them."""
@@ -57,9 +61,13 @@ class AllocatorMeter:
 
     source = "allocator"
 
-    def __init__(self, ledger: PeakLedger, *, phases_every: int = 1) -> None:
+    def __init__(
+        self, ledger: PeakLedger, *, phases_every: int | None = 1, first_step: int = 0, window: int = 0
+    ) -> None:
         self._ledger = ledger
-        self._phases_every = phases_every
+        # None: as MemoryMonitor says; among `window` steps one is followed.
+        self._phases_every = phases_every or min(_EVERY, window or _EVERY)
+        self._all_before = first_step + _FIRST if phases_every is None else first_step
         self._follows = True
         self._retries = ledger.fold().retries
         self._resets_before = ledger.outside_resets
@@ -89,7 +97,7 @@ class AllocatorMeter:
             self._phases[ended.name] = max(self._phases.get(ended.name, 0), ended.allocated)
 
     def step_begins(self, step: int, held: Callable[[], list[Any]]) -> None:
-        self._follows = step % self._phases_every == 0
+        self._follows = step < self._all_before or step % self._phases_every == 0
 
     def step_ends(self, step: int) -> None:
         self._follows = True
@@ -106,10 +114,10 @@ class AllocatorMeter:
 
     def collect(self) -> dict[str, int]:
         retries = self._ledger.fold().retries - self._retries
-        window = self._window
-        self._window = self._ledger.open("window", closing=window)
         phases, self._phases = self._phases, {}
-        return {"allocated": window.allocated, "reserved": window.reserved, "retries": retries, **phases}
+        peaks = {"allocated": self._window.allocated, "reserved": self._window.reserved}
+        self._window.allocated = self._window.reserved = 0  # the marks begin anew as well: one reading does for both
+        return {**peaks, "retries": retries, **phases}
 
     def close(self) -> None:
         self.leave()

@@ -26,7 +26,7 @@ class OnAccelerator(MemoryMonitor):
         self.ledger = PeakLedger(allocator)
 
     def _choose_meter(self, trainer: Any) -> AllocatorMeter:
-        return AllocatorMeter(self.ledger, phases_every=self._phases_every)
+        return self._meter_on(self.ledger, trainer)
 
 
 def spikes(allocator: FakeAllocator, *sizes: dict[str, int]) -> Any:
@@ -178,6 +178,20 @@ def test_phases_can_be_thinned_out_without_losing_the_windows_peak() -> None:
     trainer(monitor).fit(TinyModule(during=during), batches(4))
     assert monitor.result()["phases"]["forward"] == 5
     assert monitor.result()["peak_allocated_bytes"] == 907
+
+
+def test_by_default_phases_are_those_of_the_first_five_steps_and_of_one_step_in_each_window() -> None:
+    allocator, recording = FakeAllocator(), RecordingLogger()
+    during = spikes(allocator, *({"forward": 2**step} for step in range(25)))
+    trainer(OnAccelerator(allocator), max_steps=25, log_every_n_steps=4, logger=recording).fit(
+        TinyModule(during=during), batches(25)
+    )
+    forward = {
+        step: round(metrics["memory/forward/peak_allocated_gib"] * 2**30)
+        for step, metrics in recording.calls
+        if "memory/forward/peak_allocated_gib" in metrics
+    }
+    assert forward == {3: 2**3, 7: 2**4, 11: 2**8, 15: 2**12, 19: 2**16, 23: 2**20, 24: 2**24}
 
 
 def test_manual_optimization_is_one_phase() -> None:
