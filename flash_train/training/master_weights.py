@@ -30,10 +30,13 @@ class AdamWWithMasters(AdamW):
     or of the largest parameter. Loss scaling is not for it: a GradScaler refuses fp16 gradients.
 
     Args:
-        groups: as torch's optimizers take them.
+        groups: as torch's optimizers take them; each may say `maximize`, too.
         lr, betas, eps, fused, foreach: torch's, for groups that say nothing else.
         fp32_gradients: let autograd add up gradients in fp32, 4 bytes a parameter in place of 2. What is added to a
             bf16 sum of micro-batches is rounded each time.
+
+    Raises:
+        ValueError: a group asks for amsgrad, capturable or differentiable.
     """
 
     def __init__(
@@ -47,13 +50,20 @@ class AdamWWithMasters(AdamW):
         foreach: bool | None = None,
         fp32_gradients: bool = False,
     ) -> None:
+        self._fp32_gradients = fp32_gradients
         super().__init__(groups, lr=lr, betas=betas, eps=eps, fused=fused, foreach=foreach)
         self._step_supports_amp_scaling = False
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                self.state[parameter] = _begin(parameter, fused=bool(group["fused"]))
-                if fp32_gradients and _is_half(parameter):
-                    parameter.grad_dtype = torch.float32
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        for option in ("amsgrad", "capturable", "differentiable"):
+            if group[option]:
+                raise ValueError(f"{option}=True is not for fp32 masters: leave it out, or take torch's AdamW")
+        for parameter in group["params"]:
+            self.state[parameter] = _begin(parameter, fused=bool(group["fused"]))
+            if self._fp32_gradients and _is_half(parameter):
+                parameter.grad_dtype = torch.float32
 
     def master(self, parameter: nn.Parameter) -> Tensor | None:
         """Of a half-precision parameter of this optimizer, None of any other."""
@@ -96,7 +106,7 @@ class AdamWWithMasters(AdamW):
             lr=group["lr"],
             weight_decay=group["weight_decay"],
             eps=group["eps"],
-            maximize=False,
+            maximize=group["maximize"],
         )
         halves = [(p, weight) for p, weight in zip(parameters, weights, strict=True) if weight is not p]
         _copy([p for p, _ in halves], [weight for _, weight in halves])
@@ -109,11 +119,12 @@ class AdamWWithMasters(AdamW):
         for group, packed in zip(self.param_groups, state_dict["param_groups"], strict=True):
             for parameter, index in zip(group["params"], packed["params"], strict=True):
                 # torch has rounded all but the counter to the type of the parameter.
+                own = before[parameter]
                 exact = {
-                    name: value.to(parameter.device) if name != "step" else self.state[parameter][name]
+                    name: value.to(own[name]) if name in own and name != "step" else self.state[parameter][name]
                     for name, value in loaded.get(index, {}).items()
                 }
-                self.state[parameter] = before[parameter] | exact
+                self.state[parameter] = own | exact
 
 
 def full_precision(parameters: Mapping[str, nn.Parameter], optimizers: Iterable[Optimizer]) -> dict[str, Tensor]:

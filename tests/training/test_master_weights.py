@@ -148,16 +148,32 @@ def read(checkpoint: Path) -> dict[str, Any]:
     return torch.load(checkpoint, weights_only=True)
 
 
-def test_a_run_with_fp32_weights_goes_on_with_masters_that_are_its_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_a_run_without_masters_goes_on_with_masters_that_are_its_weights(tmp_path: Path, precision: str) -> None:
     watch = Watch()
-    wide = language_model(optimizer=partial(adamw, lr=0.01))
-    trainer(tmp_path, max_steps=3, limit_val_batches=0).fit(wide, datamodule=ToyData())
+    before = language_model(optimizer=partial(adamw, lr=0.01))
+    trainer(tmp_path, max_steps=3, limit_val_batches=0, precision=precision).fit(before, datamodule=ToyData())
     stopped = find_checkpoint(tmp_path)
     fit(tmp_path, watch, max_steps=4, ckpt_path=stopped)
-    before = read(stopped)["state_dict"]
-    assert all(torch.equal(master, before[name]) for name, master in watch.seen[0].items())
+    weights = read(stopped)["state_dict"]
+    assert all(torch.equal(master, weights[name].float()) for name, master in watch.seen[0].items())
     means = [state["exp_avg"] for state in read(find_checkpoint(tmp_path))["optimizer_states"][0]["state"].values()]
     assert {mean.dtype for mean in means} == {torch.float32}
+
+
+def test_a_group_that_is_added_has_masters_and_a_groups_own_options_hold() -> None:
+    first, second = (nn.Parameter(torch.ones(3, dtype=torch.bfloat16)) for _ in range(2))
+    optimizer = AdamWWithMasters([{"params": [first]}], lr=0.25, fp32_gradients=True)
+    optimizer.add_param_group({"params": [second], "maximize": True})
+    (first + second).sum().backward()
+    optimizer.step()
+    assert (first < 1).all() and (second > 1).all()
+    for parameter in (first, second):
+        master, gradient = optimizer.master(parameter), parameter.grad
+        assert master is not None and master.dtype == torch.float32 and torch.equal(master.bfloat16(), parameter)
+        assert gradient is not None and gradient.dtype == torch.float32
+    with pytest.raises(ValueError, match="amsgrad=True is not for fp32 masters: leave it out, or take torch's AdamW"):
+        AdamWWithMasters([{"params": [first], "amsgrad": True}])
 
 
 def test_an_average_is_of_the_masters(tmp_path: Path) -> None:
