@@ -10,8 +10,7 @@ from torch.nn import functional
 from torch.utils.flop_counter import register_flop_formula
 
 from flash_train.ops.choice import TRITON_DTYPES, triton_obstacle
-
-REDUCTIONS = ("mean", "sum")
+from flash_train.ops.cross_entropy_checks import autocasts, check_options, check_tensors, checked_classes
 
 
 def chunked_cross_entropy(
@@ -58,14 +57,15 @@ def chunked_cross_entropy(
 
     Raises:
         RuntimeError: a second derivative is taken, or one in forward mode.
-        ValueError: shapes or dtypes that do not fit, a ``chunk_rows`` below 1, ``classes`` out of range, an unknown
-            reduction, a ``soft_cap`` or ``z_loss`` that is negative or not finite.
+        TypeError: what is no tensor, or a ``soft_cap`` or ``z_loss`` that is no Python number.
+        ValueError: shapes, dtypes or devices that do not fit, a ``chunk_rows`` below 1, ``classes`` out of range, an
+            unknown reduction, a ``soft_cap`` or ``z_loss`` that is negative or not finite.
     """
-    _check(hidden, weight, targets, chunk_rows, reduction)
-    _check_not_negative(soft_cap=soft_cap, z_loss=z_loss)
-    classes = _checked_classes(classes, len(weight))
+    check_tensors(hidden, weight, targets)
+    check_options(chunk_rows, reduction, ignore_index, soft_cap=soft_cap, z_loss=z_loss)
+    classes = checked_classes(classes, len(weight))
     dtype = hidden.dtype
-    if _autocasts(hidden) and dtype != torch.float64:
+    if autocasts(hidden) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(hidden.device.type)
     rows, flat = hidden.flatten(0, -2).to(dtype), targets.flatten()
     derives = torch.is_grad_enabled()
@@ -258,52 +258,10 @@ def _flops(hidden: torch.Size, weight: torch.Size, *rest: Any, out_shape: object
     return 2 * hidden[0] * weight[0] * weight[1] * (1 + sum(rest[-2:]))
 
 
-def _checked_classes(classes: int | None, rows: int) -> int:
-    if classes is None:
-        return rows
-    if not isinstance(classes, int) or isinstance(classes, bool) or not 1 <= classes <= rows:
-        raise ValueError(f"classes must be a number of the weight's rows, from 1 to {rows}, got {classes!r}")
-    return classes
-
-
 def _kept(dtype: torch.dtype) -> torch.dtype:
     """Of the weight's gradient until the backward: a sum over all rows may be too large for fp16."""
     return torch.float32 if dtype == torch.float16 else dtype
 
 
-def _check_not_negative(**numbers: float) -> None:
-    for name, x in numbers.items():
-        if not 0 <= x < math.inf:
-            raise ValueError(f"{name} must be a finite number from 0 on, got {x!r}: 0 leaves it out")
-
-
-def _autocasts(x: Tensor) -> bool:
-    return not x.is_meta and torch.is_autocast_enabled(x.device.type)  # a meta device has no autocast to ask for
-
-
 def _exact(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
-
-
-def _check(hidden: Tensor, weight: Tensor, targets: Tensor, chunk_rows: int, reduction: str) -> None:
-    if weight.ndim != 2 or hidden.ndim < 2 or hidden.shape[-1] != weight.shape[1]:
-        raise ValueError(
-            f"hidden must be [..., C] and weight [V, C], got {list(hidden.shape)} and {list(weight.shape)}: "
-            "give the linear layer's own weight, and a row at least"
-        )
-    if targets.shape != hidden.shape[:-1]:
-        raise ValueError(
-            f"targets must give each of the rows {list(hidden.shape[:-1])} of hidden one, got {list(targets.shape)}"
-            ": reshape them alike"
-        )
-    if targets.dtype != torch.int64:
-        raise ValueError(f"targets must be int64 indices, got {targets.dtype}: use targets.long()")
-    if not _autocasts(hidden) and hidden.dtype != weight.dtype:
-        raise ValueError(
-            f"hidden and weight must have one dtype outside of autocast, got {hidden.dtype} and {weight.dtype}: "
-            "cast one of them"
-        )
-    if not isinstance(chunk_rows, int) or isinstance(chunk_rows, bool) or chunk_rows < 1:
-        raise ValueError(f"chunk_rows must be a number of rows from 1 on, got {chunk_rows!r}: 2048 is usual")
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")

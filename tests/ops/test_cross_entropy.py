@@ -220,9 +220,16 @@ def test_a_compiled_model_takes_a_new_batch_without_compiling_again() -> None:
         ({"weight": torch.ones(V, C).half()}, "got torch.float32 and torch.float16: cast one of them"),
         ({"chunk_rows": 0}, "chunk_rows must be a number of rows from 1 on, got 0: 2048 is usual"),
         ({"reduction": "none"}, "reduction must be one of mean, sum, got 'none'"),
+        ({"weight": torch.ones(V, C, device="meta")}, "weight on meta and hidden on cpu: move it with"),
+        ({"targets": torch.ones(N, device="meta").long()}, "targets on meta and hidden on cpu: move it with"),
+        ({"weight": torch.ones(V, C).long()}, "weight must be fp16, bf16, fp32 or float64, got torch.int64: cast it"),
+        ({"ignore_index": None}, "ignore_index must be an integer, got None: -100 is usual"),
+        ({"z_loss": -1.0}, "z_loss must be a finite number from 0 on, got -1.0: 0 leaves it out"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_rule(change: dict[str, Any], text: str) -> None:
     arguments: dict[str, Any] = dict(zip(("hidden", "weight", "targets"), numbers(), strict=True))
     with pytest.raises(ValueError, match=text):
         chunked_cross_entropy(**arguments | change)
+    with pytest.raises(TypeError, match=r"soft_cap must be a number, got Tensor .*; make one with float"):
+        chunked_cross_entropy(**arguments, soft_cap=torch.tensor(3.0))  # pyright: ignore[reportArgumentType]
