@@ -79,3 +79,18 @@ def test_on_a_gpu_the_chunked_loss_loses_at_most_twice_what_the_plain_one_loses(
     for a, b, c, d in zip(exact, reference, results(chunked, dtype), results(chunked, dtype), strict=True):
         allowed = 2 * (b.double() - a).norm() + 1e-6 * a.norm()
         assert (c.double() - a).norm() <= allowed and torch.equal(c, d)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])  # by the kernel, and by torch's operators
+def test_on_a_gpu_no_target_gives_a_gradient_of_0_and_no_class_a_loss_that_is_not_a_number(dtype):
+    hidden = torch.randn(9, 16, device="cuda", dtype=dtype)
+    weight = torch.randn(37, 16, device="cuda", dtype=dtype, requires_grad=True)
+    targets = torch.full((9,), -100, device="cuda")
+    loss = chunked_cross_entropy(hidden, weight, targets, chunk_rows=4)
+    [gradient] = torch.autograd.grad(loss, weight)
+    assert loss.isnan() and not gradient.any()
+    for target in (-1, 36, 37):
+        targets[5] = target
+        assert chunked_cross_entropy(hidden, weight, targets, chunk_rows=4, classes=36).isnan()
