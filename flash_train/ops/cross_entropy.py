@@ -199,8 +199,11 @@ def _derive(ctx: Any, grad: Tensor | None, *of_derivatives: Tensor | None) -> tu
             "chunked_cross_entropy has one derivative, and a second was asked for (create_graph=True): "
             "use cross_entropy of the whole logits"
         )
+    if grad is None:
+        return (None,) * 10
+    grad = grad.reshape(1)  # a scalar would be rounded to a half before it multiplies one, and with it the gradient
     saved = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-    return *(None if grad is None or dtype is None else (x * grad).to(dtype) for x, dtype in saved), *[None] * 8
+    return *(None if dtype is None else (x * grad).to(dtype) for x, dtype in saved), *[None] * 8
 
 
 torch.library.register_autograd("flash_train::linear_cross_entropy", _derive, setup_context=_keep, lib=_library)
@@ -240,7 +243,7 @@ def _workspace(
     if capability is None or hidden.dtype == torch.float64:  # `_by_torch`
         gradient, rounded = wants_hidden or wants_weight, exact > size
         logit += exact + (exact if rounded else 0) + (size if rounded and gradient else 0)
-        row = (17 if rounded else 25) if gradient else 8
+        row = (22 if rounded else 30) if gradient else 10
     chunk = rows * (len(weight) * logit + row)
     cast = weight.numel() * size if weight.dtype != hidden.dtype else 0
     if not wants_weight or _kept(weight.dtype) == _exact(weight.dtype):

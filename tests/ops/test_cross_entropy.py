@@ -100,6 +100,16 @@ def test_a_loss_that_is_used_twice_and_a_backward_done_again_give_twice_the_grad
     torch.testing.assert_close(leaf.grad, 4 * once / 1024)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_factor_of_a_half_precision_gradient_is_not_rounded_to_a_half(dtype: torch.dtype) -> None:
+    hidden, weight, targets = numbers()
+    leaf = weight.to(dtype).requires_grad_()
+    loss = partial(chunked_cross_entropy, hidden.to(dtype), leaf, targets, reduction="sum")
+    [whole] = torch.autograd.grad(loss(), leaf)
+    [third] = torch.autograd.grad(loss() / 3, leaf)
+    assert torch.equal(third, (whole.float() * torch.tensor(1 / 3)).to(dtype))
+
+
 def test_rows_that_are_all_ignored_have_the_plain_loss_and_no_gradient() -> None:
     hidden, weight, targets = numbers()
     leaves = hidden.requires_grad_(), weight.requires_grad_()
