@@ -9,9 +9,10 @@ READY := $(VENV)/.installed
 demo: setup
 	$(BIN)/flash-compare recipes=demo arms=[naive,sdpa,flash] lengths=[512,1024,2048]
 
-# The kernels run in Triton's interpreter, which has to be chosen before Triton is first imported.
+# The kernels run in Triton's interpreter, which has to be chosen before Triton is first imported. A process a core, and
+# each file in one of them, for what its tests share is made once.
 test: setup
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -m "not gpu"
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -m "not gpu" -n auto --dist loadfile
 
 gpu-test: setup
 	$(BIN)/python -m pytest -m gpu
