@@ -5,6 +5,7 @@ from dataclasses import dataclass
 MIB, GIB = 2**20, 2**30
 ROUNDING = 512
 """torch's CUDA allocator rounds each block up to a multiple of so many bytes."""
+_CUBLAS, _CUBLAS_HOPPER = 2 * (2 * 4096 * 1024 + 8 * 16 * 1024), 2 * 32 * MIB
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,12 @@ class Card:
         Its default for one handle (the 32 MiB were measured on an H200, torch 2.11.0+cu130), and there are two: one of
         the thread that runs the forward, one of autograd's for the backward.
         """
-        return 2 * (32 * MIB if self.capability == (9, 0) else 2 * 4096 * 1024 + 8 * 16 * 1024)
+        return _CUBLAS_HOPPER if self.capability == (9, 0) else _CUBLAS
+
+    @property
+    def cublas_sizes(self) -> tuple[int, ...]:
+        """All that it may be: of a card without a name, what any takes."""
+        return (self.cublas,) if self.name else (_CUBLAS, _CUBLAS_HOPPER)
 
 
 # Gibibytes of "total capacity" in torch's messages on such cards; where these differ (by display or ECC), the least.

@@ -8,10 +8,12 @@ class Curve:
     """Bytes by a whole size (tokens, rows), never falling: a maximum of polynomials of the second degree at most.
 
     `curve(size)` asks `evaluate` and remembers; `curve.points` are the sizes that were asked, with their bytes.
+    `count(size)`, if given, are the bytes that count against a budget, where these lie only near the polynomials.
     """
 
-    def __init__(self, evaluate: Callable[[int], int]) -> None:
+    def __init__(self, evaluate: Callable[[int], int], *, count: Callable[[int], int] | None = None) -> None:
         self._evaluate = evaluate
+        self._count = count or self
         self.points: dict[int, int] = {}
 
     def __call__(self, size: int) -> int:
@@ -41,12 +43,15 @@ class Curve:
         size, turn = min(max(step, first // step * step), limit), 0
         while fails - fits > step:
             width = fails - fits
-            if self(size) <= budget:
+            counted = self._count(size)
+            if counted <= budget:
                 fits = size
             else:
                 fails = size
-            slow = 2 * (fails - fits) > width and turn % 3 == 2
-            size = self._middle(fits, fails, limit) if slow else int(self._crossing(budget, fits, fails))
+            steps = self._count is not self and fails < 1.25 * fits  # what counts may go up in steps there
+            slow = 2 * (fails - fits) > width and (steps or turn % 3 == 2)
+            level = budget + self(size) - counted  # of the polynomials, if what counts lies as far from them there
+            size = self._middle(fits, fails, limit) if slow else int(self._crossing(level, fits, fails))
             size = min(max(size // step * step, fits + step), fails - step)
             turn += 1
         return fits or None

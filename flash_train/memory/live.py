@@ -110,6 +110,11 @@ class LiveBytes(TorchDispatchMode):
             hook.remove()
         super().__exit__(*error)
 
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """Every birth and death so far, in order."""
+        return tuple(self._events)
+
     def enter(self, phase: str) -> None:
         """What follows belongs to `phase`, which may come again."""
         self._phase = phase

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,8 @@ from torch import nn
 from flash_train.memory.attribution import Breakdown, Recorder
 from flash_train.memory.cards import GIB, ROUNDING, Card, card_of
 from flash_train.memory.cuda_rules import cuda_rules, inside
-from flash_train.memory.live import Block, LiveBytes, Peak
+from flash_train.memory.live import Block, Event, LiveBytes, Peak
+from flash_train.memory.replay import Replay
 from flash_train.memory.step import FakeStep, OptimizerMaker
 
 
@@ -27,6 +28,8 @@ class Prediction:
     """cuBLAS's workspace, which is alive in every phase; 0 on a CPU."""
     context: int
     """Outside of torch's allocator; 0 on a CPU."""
+    events: tuple[Event, ...] = field(default=(), repr=False, compare=False)
+    """The births and deaths that were counted."""
 
     @property
     def phase(self) -> str:
@@ -83,6 +86,7 @@ class Predictor:
         if device not in ("cuda", "cpu"):
             raise ValueError(f"device must be cuda or cpu, got {device!r}: the rules of other devices are not known")
         self._card = (card or card_of(24 * GIB)) if device == "cuda" else None
+        self._accumulate = accumulate
         with self._rules():
             self._step = FakeStep(
                 module,
@@ -96,14 +100,24 @@ class Predictor:
             )
 
     def __call__(self, batch: Any) -> Prediction:
-        card = self._card
-        live: Callable[[nn.Module], LiveBytes] = partial(LiveBytes, inside=inside(card.capability if card else None))
-        with self._rules():
-            counted = self._step.take(batch, live)
+        card, counted = self._card, self._take(batch)
         requested = max(peak.size for peak in counted.peaks().values())
         if card is None:
-            return Prediction(counted.peaks(), requested, cublas=0, context=0)
-        return Prediction(counted.peaks(rounded_to=ROUNDING), requested, cublas=card.cublas, context=card.context)
+            return Prediction(counted.peaks(), requested, cublas=0, context=0, events=counted.events)
+        peaks = counted.peaks(rounded_to=ROUNDING)
+        return Prediction(peaks, requested, cublas=card.cublas, context=card.context, events=counted.events)
+
+    def replay(self, batch: Any, prediction: Prediction) -> Replay:
+        """The start of such a training, `prediction` of that batch, for torch's CUDA allocator."""
+        assert self._card is not None, "a CPU has another allocator"
+        before = self._take(batch, first=True).events if self._accumulate > 1 else ()
+        return Replay(prediction.events, before=before, cublas=self._card.cublas_sizes)
+
+    def _take(self, batch: Any, *, first: bool = False) -> LiveBytes:
+        capability = self._card.capability if self._card else None
+        live: Callable[[nn.Module], LiveBytes] = partial(LiveBytes, inside=inside(capability))
+        with self._rules():
+            return self._step.take(batch, live, first=first)
 
     def breakdown(self, batch: Any, *, validation: bool = False) -> Breakdown:
         """The same step, or a `validation_step`, by module, by tensor, and what scores and logits take of it; nobody

@@ -85,21 +85,22 @@ class FakeStep:
                 self.optimizer = only_optimizer(optimizer(self.module) if optimizer else configured(self.module))
                 self._warm_up(multi_tensor=multi_tensor, fused=fused)
 
-    def take(self, batch: Any, live: Callable[[nn.Module], Live]) -> Live:
-        """One step on `batch`, real or fake, in the phases "forward", "backward" and "optimizer" of what `live` makes.
+    def take(self, batch: Any, live: Callable[[nn.Module], Live], *, first: bool = False) -> Live:
+        """One step on `batch`, real or fake, in the phases "forward", "backward" and "optimizer" of what `live` makes;
+        or the `first` micro-batch alone, whose gradients are new.
 
         Raises ValueError if the step asks for the values of tensors, or gives no loss.
         """
         with self._mode, OnCpu(), _quiet(), torch.enable_grad():
             batch = map_tensors(self._fake_input, batch)
-            counted = self._run(batch, live(self.module))
+            counted = self._run(batch, live(self.module), first=first)
             parameters = list(self.module.parameters())
             idle = [p for p in parameters if p in self.optimizer.state and p not in self._reached]
             for parameter in idle:  # the warm-up gave them what training never does
                 parameter.grad = None
                 self.optimizer.state.pop(parameter, None)
             if idle or any(p.grad is not None and p.grad.is_sparse for p in parameters):  # and the warm-up's are dense
-                counted = self._run(batch, live(self.module))
+                counted = self._run(batch, live(self.module), first=first)
         return counted
 
     def validate(self, batch: Any, live: Callable[[nn.Module], Live]) -> Live:
@@ -124,20 +125,21 @@ class FakeStep:
                 self.module.train()
         return counted
 
-    def _run(self, batch: Any, live: Live) -> Live:
+    def _run(self, batch: Any, live: Live, *, first: bool) -> Live:
         live.hold_training([self.optimizer])
         live.hold("inputs", batch)
         with live:
             live.enter("forward")
             loss = self._loss(batch)
             live.hold_activations()
-            if self._accumulate == 1:
+            if first or self._accumulate == 1:
                 self.optimizer.zero_grad()
             live.enter("backward")
             loss.backward()
             live.hold_gradients()
-            live.enter("optimizer")
-            self._update()
+            if not first:
+                live.enter("optimizer")
+                self._update()
         return live
 
     def _loss(self, batch: Any) -> Tensor:

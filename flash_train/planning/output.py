@@ -19,9 +19,12 @@ from flash_train.planning.measured import Measured
 from flash_train.planning.plan import ArmPlan, Axis, Point, ladder
 from flash_train.planning.settings import Settings
 
-MARKS = "~ not predicted, but on the polynomial through its neighbours; * more than the budget"
+MARKS = (
+    "~ not predicted, but on the polynomial through its neighbours; * more than the budget; allowance: what torch's "
+    "allocator takes beyond the peak, by a replay of its rules near the budget, elsewhere by a share of the peak"
+)
 PARTS = (*CATEGORIES, "cuBLAS", "allowance", "context")
-_COLUMNS = ("arm", "rows", "length", "needed_bytes", "peak_bytes", "predicted", "fits", "phase",
+_COLUMNS = ("arm", "rows", "length", "needed_bytes", "peak_bytes", "predicted", "replayed", "fits", "phase",
             *(f"{part.replace(' ', '_')}_bytes" for part in PARTS))  # fmt: skip
 _LARGEST = 20
 
@@ -231,6 +234,7 @@ def _lines(plan: ArmPlan, plans: Sequence[ArmPlan], settings: Settings) -> Itera
             "needed_bytes": point.needed,
             "peak_bytes": point.prediction.peak if point.prediction else None,
             "predicted": point.prediction is not None,
+            "replayed": point.replayed,
             "fits": point.fits,
             "phase": point.prediction.phase if point.prediction else None,
             **{f"{part.replace(' ', '_')}_bytes": parts.get(part, 0) if parts else None for part in PARTS},

@@ -32,6 +32,22 @@ def test_the_answer_fits_and_the_next_does_not_and_both_were_asked(name: str, bu
     assert all(size == evaluate(at) for at, size in curve.points.items())
 
 
+@pytest.mark.parametrize("budget", [9 * 10**9, 24 * 2**30])
+def test_what_counts_beside_the_curve_decides_and_costs_few_questions_more(budget: int) -> None:
+    counted: dict[int, int] = {}
+
+    def count(size: int) -> int:
+        """From 2 to 8 % more, and not in order."""
+        counted[size] = round(CURVES["quadratic"](size) * (1.02 + 0.06 * (size // 64 * 37 % 10) / 10))
+        return counted[size]
+
+    curve = Curve(CURVES["quadratic"], count=count)
+    found = curve.largest(budget, step=64, first=1024, limit=2**24)
+    assert found is not None and counted[found] <= budget < counted[found + 64]
+    assert len(curve.points) == len(counted) <= 12
+    assert all(size == CURVES["quadratic"](at) for at, size in curve.points.items())
+
+
 @pytest.mark.parametrize("name", ["linear", "quadratic", "two pieces", "rounded"])
 def test_it_asks_at_most_ten_times(name: str) -> None:
     curve = Curve(CURVES[name])

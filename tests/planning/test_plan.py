@@ -18,7 +18,7 @@ from flash_train.memory.sizes import parse_bytes
 from flash_train.planning import charts
 from flash_train.planning.measured import beside, read_results
 from flash_train.planning.output import parts_of, print_plan, verdict, write_files
-from flash_train.planning.plan import ArmPlan, ladder
+from flash_train.planning.plan import SPARE, ArmPlan, ladder
 from flash_train.planning.settings import Settings, read_settings
 from flash_train.planning.wandb_plan import log_plan
 from tests.comparison.wandb_offline import read_offline_run
@@ -68,6 +68,25 @@ def test_the_longest_t_and_the_largest_batch_fit_and_the_next_do_not(arm: str) -
     assert fits(2, plan.longest) and not fits(2, plan.longest + 64)
     assert fits(plan.largest_batch, 1024) and not fits(plan.largest_batch + 1, 1024)
     assert plan.questions <= 16
+
+
+def test_near_the_budget_what_the_allocator_takes_decides_and_stands_for_the_allowance() -> None:
+    asked, limits, predict = settings(), set(), made_up("flash")
+
+    def reserve(rows: int, length: int, prediction: Prediction, limit: int) -> int:
+        limits.add(limit)
+        return round(1.1 * prediction.peak)
+
+    def fits(length: int) -> bool:
+        return round(1.1 * predict(2, length).peak) + 618 * MIB + SPARE <= 24 * GIB
+
+    plan = ArmPlan("flash", predict, asked, reserve)
+    assert plan.longest and fits(plan.longest) and not fits(plan.longest + 64)
+    assert limits == {24 * GIB - 618 * MIB - SPARE}
+    top = plan.top()
+    assert top.replayed and top.prediction and not plan.point("length", 1024).replayed
+    assert parts_of(top)["allowance"] == round(1.1 * top.prediction.peak) - top.prediction.peak + SPARE
+    assert sum(parts_of(top).values()) == top.needed
 
 
 def test_a_point_that_was_not_predicted_says_so_and_lies_on_the_curve() -> None:
