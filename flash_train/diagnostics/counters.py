@@ -75,7 +75,8 @@ class DeviceAllocator:
         )
 
     def reset_peaks(self) -> None:
-        self._backend.reset_peak_memory_stats(self._device)
+        if self._backend.is_initialized():  # torch refuses to reset what was never used
+            self._backend.reset_peak_memory_stats(self._device)
 
 
 def allocator_of(device: torch.device) -> Allocator | None:

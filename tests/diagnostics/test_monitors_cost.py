@@ -80,9 +80,11 @@ def test_the_monitors_numbers_come_with_the_loss_in_one_call_and_nothing_of_them
 
 @pytest.mark.gpu
 @needs_gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 def test_on_a_gpu_the_statistics_are_read_less_than_once_a_step_and_nobody_waits(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
+    request.addfinalizer(lambda: torch.cuda.set_sync_debug_mode("default"))
     reads, read = [], torch.cuda.memory_stats_as_nested_dict
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda *args: reads.append(1) or read(*args))
 
