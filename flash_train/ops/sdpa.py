@@ -1,5 +1,6 @@
 """`torch.nn.functional.scaled_dot_product_attention` with its back end pinned, for comparisons."""
 
+import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -30,7 +31,7 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> Tensor:
     implementation = terms.implementation
     causal = terms.right == 0
     # A fake tensor that says it is on a CPU may stand for one on a GPU, as in a prediction: there torch decides.
-    on_cpu = q.device.type == "cpu" and not is_fake(q)
+    on_cpu = q.device.type == "cpu" and (torch.compiler.is_compiling() or not is_fake(q))
     if on_cpu and implementation in ("sdpa_cudnn", "sdpa_efficient"):
         raise Unsupported(f"implementation={implementation!r} needs a GPU; on a CPU use 'sdpa' or 'sdpa_math'")
     _refuse(terms, implementation, on_cpu=on_cpu)

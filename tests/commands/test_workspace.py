@@ -79,9 +79,13 @@ def server() -> Iterator[Server]:
 def flash_workspace(server: Server, folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     """In a process of its own: wandb keeps whom it knew first."""
     wandb = {"WANDB_BASE_URL": f"http://127.0.0.1:{server.server_port}", "WANDB_API_KEY": "a" * 40}
+    return run_module(workspace.MODULE, folder, *overrides, **wandb)
+
+
+def run_module(module: str, folder: Path, *overrides: str, **wandb: str) -> subprocess.CompletedProcess[str]:
     others = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
     return subprocess.run(
-        [sys.executable, "-m", workspace.MODULE, *overrides],
+        [sys.executable, "-m", module, *overrides],
         cwd=folder, env=others | wandb, capture_output=True, text=True, timeout=100,
     )  # fmt: skip
 
@@ -112,18 +116,18 @@ def measured_cell(arm: str, length: int) -> Cell:
     return Cell(**known | {"arm": arm, "length": length, "status": "ok", "error": None})
 
 
-def everything_logged(command: Command, folder: Path) -> list[set[str]]:
+def everything_logged(folder: Path) -> list[set[str]]:
     """The names of each record that a run with every monitor, a comparison and a plan leave."""
     for name in ("web", "code"):
         (folder / f"{name}.txt").write_text(f"It was a bright cold day in April, and {name} was striking. " * 200)
         build_corpus(Corpus([str(folder / f"{name}.txt")], 0.3), folder / name)
-    answer = command(
-        train.main, *SHORT, "loggers=wandb", "data=tokens", "data.paths=[web,code]", "trainer.overfit_batches=0",
-        "trainer.limit_val_batches=2", "validate_every=10", "trainer.max_steps=20", "callbacks=[default,probe,leaks]",
+    answer = run_module(
+        train.__name__, folder, *SHORT, "loggers=wandb", "data=tokens", "data.paths=[web,code]",
+        "trainer.overfit_batches=0", "trainer.limit_val_batches=2", "validate_every=10", "trainer.max_steps=20", "callbacks=[default,probe,leaks]",
         "callbacks.probe.advice=false", "callbacks.leaks.every_n_steps=1", "callbacks.leaks.warmup_steps=0",
-        "callbacks.speed.device_peak_flops=1e12",
+        "callbacks.speed.device_peak_flops=1e12", WANDB_MODE="offline",
     )  # fmt: skip
-    assert answer.code == 0, answer.err
+    assert answer.returncode == 0, answer.stderr
     for name in ("comparison", "plan"):
         (folder / name).mkdir()
     comparison: Any = SimpleNamespace(
@@ -140,8 +144,8 @@ def everything_logged(command: Command, folder: Path) -> list[set[str]]:
     return [set(record) for run in runs for record in run.history]
 
 
-def test_what_the_view_draws_is_logged_together_with_what_it_is_drawn_over(command: Command, tmp_path: Path) -> None:
-    records = everything_logged(command, tmp_path)
+def test_what_the_view_draws_is_logged_together_with_what_it_is_drawn_over(tmp_path: Path) -> None:
+    records = everything_logged(tmp_path)
     monitor = MemoryMonitor()  # some of whose numbers only several GPUs have
     records.append({STEP, *monitor._combine({name: [1.0, 2.0] for name in monitor.numbers})})
     for metric, over in drawn(spec()):

@@ -122,7 +122,7 @@ def test_done_again_a_call_starts_the_same_kernels_on_its_own_tensors(heard):
     expected = heard.numbered()
     heard.clear()
     repeated = call(*second)
-    assert len(again._PLANS) == 2 and len(heard) == len(expected) >= 4
+    assert len(again._PLANS) == 2 and len(heard) == len(expected) >= 3
     assert heard.numbered() == expected
     assert {x.data_ptr() for x in (*second, *repeated)} <= set(heard.addresses())
     assert not {x.data_ptr() for x in (*first, *results)} & set(heard.addresses())

@@ -80,6 +80,7 @@ def deliver(sums, dq, counts, rings, n, ME: gl.constexpr, MASK: gl.constexpr, KE
     block, key_head = locate(gl.program_id(0), gl.cdiv(n.S, KEYS), n.key_heads, n.together, False)
     start, _, _, end = query_tiles(block, n, BLOCK_T, KEYS, MASK)
     earlier, later = shared_tiles(block, n, BLOCK_T, KEYS, MASK)
+    b = key_head // n.G
     tiles = gl.cdiv(n.T, BLOCK_T)
     one, two = rings.dq.index(0), rings.dq.index(1)
     for number in range(ME, (end - start) * n.group * PARTS, 2):
@@ -107,8 +108,9 @@ def deliver(sums, dq, counts, rings, n, ME: gl.constexpr, MASK: gl.constexpr, KE
                 await_count(count, before)
         bar_sync(FULL + ME, 288)
         if last:
-            store(dq, [0, head, row, column], view(one, dq.dtype, [1, 1, 64, 64], dq.layout))
-            store(dq, [0, head, row + DOWN, column + RIGHT], view(two, dq.dtype, [1, 1, 64, 64], dq.layout))
+            h = head - b * n.G * n.group
+            store(dq, [b, h, row, column], view(one, dq.dtype, [1, 1, 64, 64], dq.layout))
+            store(dq, [b, h, row + DOWN, column + RIGHT], view(two, dq.dtype, [1, 1, 64, 64], dq.layout))
         elif first:
             store(sums, [0, head, row, column], view(one, gl.float32, [1, 1, 64, 64], sums.layout))
             store(sums, [0, head, row + DOWN, column + RIGHT],
