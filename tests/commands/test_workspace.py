@@ -123,9 +123,9 @@ def everything_logged(folder: Path) -> list[set[str]]:
         build_corpus(Corpus([str(folder / f"{name}.txt")], 0.3), folder / name)
     answer = run_module(
         train.__name__, folder, *SHORT, "loggers=wandb", "data=tokens", "data.paths=[web,code]",
-        "trainer.overfit_batches=0", "trainer.limit_val_batches=2", "validate_every=10", "trainer.max_steps=20", "callbacks=[default,probe,leaks]",
-        "callbacks.probe.advice=false", "callbacks.leaks.every_n_steps=1", "callbacks.leaks.warmup_steps=0",
-        "callbacks.speed.device_peak_flops=1e12", WANDB_MODE="offline",
+        "trainer.overfit_batches=0", "trainer.limit_val_batches=2", "validate_every=10", "trainer.max_steps=20",
+        "callbacks=[default,probe,leaks]", "callbacks.probe.advice=false", "callbacks.leaks.every_n_steps=1",
+        "callbacks.leaks.warmup_steps=0", "callbacks.speed.device_peak_flops=1e12", WANDB_MODE="offline",
     )  # fmt: skip
     assert answer.returncode == 0, answer.stderr
     for name in ("comparison", "plan"):
