@@ -12,6 +12,8 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# wandb keeps the mode that it found when a process first used it, whatever is said later.
+os.environ["WANDB_MODE"] = "offline"
 # A shell starts background jobs with Ctrl-C ignored, and children inherit that; some tests press it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -1,5 +1,6 @@
 """Reads what wandb wrote offline: LevelDB's log format (blocks of 32 KiB, records of several pieces) of protobufs."""
 
+import contextlib
 import json
 import struct
 import time
@@ -8,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from google.protobuf.message import DecodeError
 from wandb.proto import wandb_internal_pb2 as protobuf
 
 _BLOCK = 32 * 1024
@@ -35,10 +37,12 @@ def read_offline_run(folder: Path) -> OfflineRun:
     """The run in an `offline-run-...` folder, once wandb's own process, which outlives the run, has written it all."""
     (log,) = folder.glob("*.wandb")
     deadline = time.monotonic() + 30
-    while not (run := _read(log)).complete:
+    while True:
+        with contextlib.suppress(DecodeError):  # of a record that is being written
+            if (run := _read(log)).complete:
+                return run
         assert time.monotonic() < deadline, f"{log} was never finished"
         time.sleep(0.05)
-    return run
 
 
 def _read(log: Path) -> OfflineRun:
