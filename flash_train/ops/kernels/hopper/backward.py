@@ -4,7 +4,7 @@ The design is FlashAttention-3's (Shah et al. 2024, arXiv 2407.08608, section 3.
 program holds 128 keys of one key head, 64 a warpgroup, while the queries that see them pass by, of all the heads of
 the group: dK and dV are sums in registers. All five products are made once. S^T = K Q^T and dP^T = V dO^T have keys as
 rows, so that P^T and dS^T are operands of dV += P^T dO and dK += dS^T Q where they stand, in registers; dS^T goes
-through shared memory for dQ = dS K alone, which another warp adds up in global memory: `backward_deliver.py`.
+through shared memory for dQ = dS K alone, which two other warps add up in global memory: `backward_deliver.py`.
 
 The sums of S^T and dP^T have -L / scale and -delta in them. Both differ from column to column, and were a tenth of what
 shared memory, whose throughput bounds this kernel, has to do when each thread read those of its columns. So they come
