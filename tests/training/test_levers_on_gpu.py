@@ -52,7 +52,7 @@ def fit(
         {"checkpointing": "block"}, {"checkpointing": "block", "checkpoint_every": 2}, {"checkpointing": "selective"},
         {"half_residual": True}, {"optimizer": muon},
     ],
-    ids=str,
+    ids=lambda change: ",".join(f"{name}={getattr(value, '__name__', value)}" for name, value in change.items()),
 )  # fmt: skip
 @pytest.mark.parametrize("implementation", ["naive", "sdpa", "flash"])
 def test_a_lever_takes_off_the_peak_what_was_predicted_and_leaves_the_losses(
