@@ -1,12 +1,14 @@
 """The Hopper kernels: which tiles they visit, what they take, and on a GPU of that kind the answers."""
 
 import itertools
+from dataclasses import fields, replace
 
 import pytest
 import torch
 
 from flash_train.ops import choice
 from flash_train.ops.attention import Mask, Score, choose_implementation, flash_attention, flash_attention_with_lse
+from flash_train.ops.documents import Documents
 from flash_train.ops.features import UNBOUNDED, Terms
 from flash_train.ops.kernels.hopper import forward
 from flash_train.ops.kernels.hopper.forward_fetch import Numbers
@@ -18,6 +20,11 @@ from tests.ops.gluon import run_on_cpu
 on_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0"
 )
+
+
+def tables_of(documents):
+    """Of `Terms`."""
+    return {} if documents is None else {f.name: getattr(documents, f.name) for f in fields(documents)}
 
 
 def visible(T: int, S: int, left: int, right: int, shift: int) -> torch.Tensor:
@@ -36,7 +43,7 @@ def test_the_key_tiles_of_a_block_are_those_that_it_sees_and_the_unmasked_ones_a
     for T, S, (left, right), top_left in itertools.product((1, 5, 6, 13), (1, 4, 7, 12, 21), bounds, (False, True)):
         shift = 0 if top_left else S - T
         seen = visible(T, S, left, right, shift)
-        n = Numbers(1, 1, 1, T, S, left, right, shift, 1.0, 1.0)
+        n = Numbers(1, 1, 1, T, S, left, right, shift, 1.0, 1.0, 0, 0)
         for block in range(-(-T // block_t)):
             tiles = vars(key_tiles)["fn"](block, n, block_t, block_s, mask)
             end, last, first, count = tiles
@@ -86,21 +93,47 @@ def test_a_score_far_above_the_first_tiles_maximum_is_not_lost(mask, monkeypatch
     compare_on_the_cpu(q, k, v, mask, None, 2, monkeypatch)
 
 
+DOCUMENTS = [
+    Documents.from_ids(torch.tensor([[0] * 40 + [7] * 1 + [2] * 150 + [3] * 9, [4] * 200])),
+    Documents.from_ids((torch.arange(400) % 3 == 0).cumsum(0).view(2, 200)),  # of 3 tokens each
+    # nobody's rows at the ends of both, a document without keys, one without queries
+    Documents.from_cu_seqlens(
+        torch.tensor([0, 5, 133, 133, 260, 260, 301]), torch.tensor([0, 140, 150, 150, 150, 280, 293]), 321, 305
+    ),
+]
+
+
+@pytest.mark.parametrize("programs", [3, 1000])
+@pytest.mark.parametrize(("D", "soft_cap"), [(64, None), (128, 2.0), (256, None)])
+@pytest.mark.parametrize(
+    "mask", [Mask(), Mask(causal=True), Mask(window=(30, 5)), Mask(causal=True, alignment="top_left")], ids=str
+)
+@pytest.mark.parametrize("documents", DOCUMENTS, ids=["long", "short", "packed"])
+def test_on_the_cpu_each_document_is_as_if_it_stood_alone(documents, mask, D, soft_cap, programs, monkeypatch):
+    """NaN in rows that are nobody's reaches nobody."""
+    torch.manual_seed(0)
+    (B, T), S = documents.query_document.shape, documents.key_document.shape[1]
+    q, k, v = torch.randn(B, T, 4, D).transpose(1, 2), torch.randn(B, 2, S, D), torch.randn(B, 2, S, D)
+    if S == 305:
+        k[:, :, 293:], v[:, :, 293:], q[:, :, 301:] = (float("nan"),) * 3
+    compare_on_the_cpu(q, k, v, replace(mask, documents=documents), soft_cap, programs, monkeypatch)
+
+
 def compare_on_the_cpu(q, k, v, mask, soft_cap, programs, monkeypatch):
     score = Score(soft_cap=soft_cap)
     expected = flash_attention_with_lse(q, k, v, mask=mask, score=score, scale=0.3, implementation="tiled")
 
     def run_here(kernel, device, count, launch, key, *args):
         for program in range(count):
-            run_on_cpu(forward, kernel, program, args, count, _beside=lambda x, l: x[:, None],
-                       _rows_of=lambda lse, head, n: lse + head * n.T)  # fmt: skip
+            run_on_cpu(forward, kernel, program, args, count, _beside=lambda x, l: x[:, None])
 
     monkeypatch.setattr(forward, "run", run_here)
     monkeypatch.setattr(forward, "multiprocessors", lambda device: programs)
     monkeypatch.setattr(forward, "empty", lambda like, *shape, dtype=None: torch.full(shape, float("nan")))
     left, right = (UNBOUNDED if x is None else x for x in mask.window or (None, None))
     right, cap = 0 if mask.causal else right, soft_cap or 0.0
-    terms = Terms(0.3, left=left, right=right, top_left=mask.alignment == "top_left", soft_cap=cap)
+    terms = Terms(0.3, left=left, right=right, top_left=mask.alignment == "top_left", soft_cap=cap,
+                  **tables_of(mask.documents))  # fmt: skip
     for ours, theirs in zip(forward.hopper_forward(q, k, v, terms), expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=2e-5, equal_nan=True)
 

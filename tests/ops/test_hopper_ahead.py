@@ -19,26 +19,30 @@ from flash_train.ops.kernels.hopper.forward import hopper_forward_kernel, owns_o
 from flash_train.ops.kernels.hopper.tables import FORWARD, SHARED_BYTES
 from tests.ops.ptxas import verdict
 
-LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
 
-
-def tile(dtype: str, rows: int, columns: int) -> str:
-    return f"tensordesc<{dtype}[1, 1, {rows}, {columns}],{LAYOUT}>"
+def tile(dtype: str, rows: int, columns: int, documents: bool = False) -> str:
+    """A descriptor's type, as `shim.describe` makes it."""
+    size = 4 if dtype == "fp32" else 2
+    layout = gl.NVMMASharedLayout(min(128, size * columns), 8 * size, 5 if documents else 4)
+    return f"tensordesc<{dtype}[{'1, ' * (3 if documents else 2)}{rows}, {columns}],{layout}>"
 
 
 def forward(
-    mask: str, D: int, E: int, dtype: str = "bf16", persistent: bool = False, soft_cap: bool = False
+    mask: str, D: int, E: int, dtype: str = "bf16", persistent: bool = False, soft_cap: bool = False,
+    documents: bool = False,
 ):  # fmt: skip
     """The kernel as `hopper_forward` launches it."""
     row, names = FORWARD[max(D, E)], hopper_forward_kernel.arg_names
     constants = dict(
-        MASK=mask, SOFT_CAP=soft_cap, BLOCK_S=row.block_s, D=D, E=E, CONSUMERS=row.consumers, STAGES=row.stages,
-        PERSISTENT=persistent, FIXED_MAX=persistent and dtype == "bf16",
+        MASK=mask, DOCUMENTS=documents, SOFT_CAP=soft_cap, BLOCK_S=row.block_s, D=D, E=E, CONSUMERS=row.consumers,
+        STAGES=row.stages, PERSISTENT=persistent, FIXED_MAX=persistent and not documents and dtype == "bf16",
         OWN_OUTPUT=owns_output(row, D, E, persistent), REGISTERS=row.registers, FEW_REGISTERS=row.few_registers,
     )  # fmt: skip
     types = dict.fromkeys(names, "i32") | dict.fromkeys(constants, "constexpr") | dict(
-        q=tile(dtype, 64, D), k=tile(dtype, row.block_s, D), v=tile(dtype, row.block_s, E), output=tile(dtype, 64, E),
+        q=tile(dtype, 64, D, documents), k=tile(dtype, row.block_s, D, documents),
+        v=tile(dtype, row.block_s, E, documents), output=tile(dtype, 64, E, documents),
         lse="*fp32", counter="*i32" if persistent else "*fp32", scale="fp32", inner="fp32",
+        **dict.fromkeys(("bounds", "document"), "*i32" if documents else "*fp32"),
     )  # fmt: skip
     source = GluonASTSource(hopper_forward_kernel, types, {(names.index(n),): x for n, x in constants.items()})
     options = dict(num_warps=4, enable_fp_fusion=True)

@@ -2,6 +2,7 @@
 
 import itertools
 import types
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from flash_train.ops.kernels.hopper.derivative import hopper_backward
 from flash_train.ops.kernels.hopper.places import blocks_before, query_tiles, shared_tiles
 from flash_train.ops.kernels.launch import run
 from tests.ops.gluon import run_on_cpu
-from tests.ops.test_hopper import visible
+from tests.ops.test_hopper import DOCUMENTS, tables_of, visible
 
 
 def call(function: Any, *args):
@@ -39,7 +40,7 @@ def test_the_query_tiles_of_a_block_are_those_that_see_it_and_the_unmasked_ones_
     for T, S, (left, right), top_left in itertools.product((1, 4, 7, 12, 21), (1, 5, 6, 13), bounds, (False, True)):
         shift = 0 if top_left else S - T
         seen = visible(T, S, left, right, shift)
-        n = Numbers(1, 1, 1, T, S, left, right, shift, 1.0, 1.0, 1.0, False, 8)
+        n = Numbers(1, 1, 1, T, S, left, right, shift, 1.0, 1.0, 1.0, False, 8, 0, 0)
         for block in range(-(-S // block_s)):
             start, full, full_end, end = call(query_tiles, block, n, block_t, block_s, mask)
             keys = seen[:, block * block_s : (block + 1) * block_s]
@@ -97,11 +98,29 @@ def check_on_the_cpu(q, k, v, mask, scale, monkeypatch, soft_cap=None, determini
     left, right = (UNBOUNDED if x is None else x for x in mask.window or (None, None))
     right, cap = 0 if mask.causal else right, soft_cap or 0.0
     terms = Terms(scale, left=left, right=right, top_left=mask.alignment == "top_left", soft_cap=cap,
-                  deterministic=deterministic)  # fmt: skip
+                  deterministic=deterministic, **tables_of(mask.documents))  # fmt: skip
     saved = [x.detach() for x in (do, dl, q, k, v, output, lse)]
     for ours, theirs in zip(hopper_backward(*saved, terms=terms), expected, strict=True):
         assert ours.is_contiguous()
         torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=2e-4)
+
+
+@pytest.mark.parametrize(("D", "deterministic"), [(64, True), (128, False), (256, True)])
+@pytest.mark.parametrize(
+    "mask", [Mask(), Mask(causal=True), Mask(window=(30, 5)), Mask(causal=True, alignment="top_left")], ids=str
+)
+@pytest.mark.parametrize("documents", DOCUMENTS, ids=["long", "short", "packed"])
+def test_on_the_cpu_the_gradients_of_each_document_are_as_if_it_stood_alone(
+    documents, mask, D, deterministic, monkeypatch
+):
+    """NaN in rows that are nobody's reaches nobody."""
+    torch.manual_seed(0)
+    (B, T), S = documents.query_document.shape, documents.key_document.shape[1]
+    q, k, v = torch.randn(B, T, 4, D).transpose(1, 2), torch.randn(B, 2, S, D), torch.randn(B, 2, S, D)
+    if S == 305:
+        k[:, :, 293:], v[:, :, 293:], q[:, :, 301:] = (float("nan"),) * 3
+    mask = replace(mask, documents=documents)
+    check_on_the_cpu(q, k, v, mask, 0.2, monkeypatch, deterministic=deterministic)
 
 
 @pytest.mark.parametrize("D", [64, 256])

@@ -12,13 +12,13 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from flash_train.ops.kernels.hopper.backward import hopper_backward_kernel
 from flash_train.ops.kernels.hopper.backward_wide import hopper_wide_backward_kernel
 from flash_train.ops.kernels.hopper.tables import BACKWARD, SHARED_BYTES
 from tests.ops.ptxas import verdict
+from tests.ops.test_hopper_ahead import tile
 
 MASKS = ["full", "causal", "window"]
 SPILLED = {
@@ -31,24 +31,19 @@ one they are addresses and bounds, written before the loop: a step of width 64 r
 TARGET = GPUTarget("cuda", 90, 32)
 
 
-def tile(dtype: str, rows: int, columns: int) -> str:
-    size = 4 if dtype == "fp32" else 2
-    layout = gl.NVMMASharedLayout(min(128, size * columns), 8 * size, 4)
-    return f"tensordesc<{dtype}[1, 1, {rows}, {columns}],{layout}>"
-
-
-def backward(mask: str, W: int, dtype: str = "bf16", soft_cap: bool = False):
+def backward(mask: str, W: int, dtype: str = "bf16", soft_cap: bool = False, documents: bool = False):
     """The kernel as `hopper_backward` launches it."""
     kernel = hopper_backward_kernel if W < 256 else hopper_wide_backward_kernel
     row, names = BACKWARD[W], kernel.arg_names
     constants = dict(
-        MASK=mask, BLOCK_T=row.block_t, W=W, STAGES=row.stages, SOFT_CAP=soft_cap,
+        MASK=mask, DOCUMENTS=documents, BLOCK_T=row.block_t, W=W, STAGES=row.stages, SOFT_CAP=soft_cap,
         REGISTERS=row.registers, FEW_REGISTERS=row.few_registers,
     )  # fmt: skip
-    queries, keys, starts = tile(dtype, row.block_t, W), tile(dtype, 64, W), tile("bf16", row.block_t, 16)
+    queries, keys = tile(dtype, row.block_t, W, documents), tile(dtype, 64, W, documents)
     types = dict.fromkeys(names, "i32") | dict.fromkeys(constants, "constexpr") | dict(
-        q=queries, k=keys, v=keys, do=queries, starts=starts, sums=tile("fp32", 64, 64), dq=tile(dtype, 64, 64),
-        dk=keys, dv=keys, counts="*i32", log2_scale="fp32", scale="fp32", inner="fp32",
+        q=queries, k=keys, v=keys, do=queries, starts=tile("bf16", row.block_t, 16, documents),
+        sums=tile("fp32", 64, 64, documents), dq=tile(dtype, 64, 64, documents), dk=keys, dv=keys,
+        counts="*i32", bounds="*i32", document="*i32", log2_scale="fp32", scale="fp32", inner="fp32",
     )  # fmt: skip
     source = GluonASTSource(kernel, types, {(names.index(n),): x for n, x in constants.items()})
     return triton.compile(source, target=TARGET, options=dict(num_warps=4, enable_fp_fusion=True))

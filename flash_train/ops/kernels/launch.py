@@ -76,11 +76,19 @@ def compiled_features(terms: Terms, dense: int) -> tuple[str, bool, bool, int, b
 
 def kind_of_mask(terms: Terms) -> str:
     """The narrowest of full, causal, window and documents that it is."""
-    if terms.bounds is not None:
-        return "documents"
+    return kind_of_bounds(terms) if terms.bounds is None else "documents"
+
+
+def kind_of_bounds(terms: Terms) -> str:
+    """The narrowest of full, causal and window, in each document if there are any."""
     if terms.left < UNBOUNDED or 0 < terms.right < UNBOUNDED:
         return "window"
     return "causal" if terms.right == 0 else "full"
+
+
+def kinds_of(tensors: tuple[Tensor, ...]) -> tuple[tuple[torch.dtype, bool], ...]:
+    """What of them Triton compiles a kernel for: for the key of `run`."""
+    return tuple([(x.dtype, x.data_ptr() % 16 == 0) for x in tensors])
 
 
 class Call:
