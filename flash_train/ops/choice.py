@@ -118,7 +118,6 @@ def _hopper_obstacle(q: Tensor, v: Tensor, terms: "Terms | None") -> str | None:
         ("ALiBi", terms.alibi_slopes is not None),
         ("sinks", terms.sinks is not None),
         ("dropout", terms.seed is not None),
-        ("documents", terms.bounds is not None),
         ("another output dtype", terms.output_dtype not in (None, q.dtype)),
     ):
         if asked:

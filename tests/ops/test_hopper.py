@@ -7,7 +7,14 @@ import pytest
 import torch
 
 from flash_train.ops import choice
-from flash_train.ops.attention import Mask, Score, choose_implementation, flash_attention, flash_attention_with_lse
+from flash_train.ops.attention import (
+    Mask,
+    Score,
+    choose_implementation,
+    flash_attention,
+    flash_attention_packed,
+    flash_attention_with_lse,
+)
 from flash_train.ops.documents import Documents
 from flash_train.ops.features import UNBOUNDED, Terms
 from flash_train.ops.kernels.hopper import forward
@@ -95,7 +102,7 @@ def test_a_score_far_above_the_first_tiles_maximum_is_not_lost(mask, monkeypatch
 
 DOCUMENTS = [
     Documents.from_ids(torch.tensor([[0] * 40 + [7] * 1 + [2] * 150 + [3] * 9, [4] * 200])),
-    Documents.from_ids((torch.arange(400) % 3 == 0).cumsum(0).view(2, 200)),  # of 3 tokens each
+    Documents.from_ids((torch.arange(130) % 5 == 0).cumsum(0).view(2, 65)),  # of 5 tokens each
     # nobody's rows at the ends of both, a document without keys, one without queries
     Documents.from_cu_seqlens(
         torch.tensor([0, 5, 133, 133, 260, 260, 301]), torch.tensor([0, 140, 150, 150, 150, 280, 293]), 321, 305
@@ -103,11 +110,14 @@ DOCUMENTS = [
 ]
 
 
-@pytest.mark.parametrize("programs", [3, 1000])
-@pytest.mark.parametrize(("D", "soft_cap"), [(64, None), (128, 2.0), (256, None)])
 @pytest.mark.parametrize(
-    "mask", [Mask(), Mask(causal=True), Mask(window=(30, 5)), Mask(causal=True, alignment="top_left")], ids=str
-)
+    ("mask", "D", "soft_cap", "programs"),
+    [
+        (Mask(), 128, None, 3), (Mask(causal=True), 64, 2.0, 1000), (Mask(window=(30, 5)), 256, None, 1000),
+        (Mask(causal=True, alignment="top_left"), 64, None, 3),
+    ],
+    ids=["full", "causal", "window", "top left"],
+)  # fmt: skip
 @pytest.mark.parametrize("documents", DOCUMENTS, ids=["long", "short", "packed"])
 def test_on_the_cpu_each_document_is_as_if_it_stood_alone(documents, mask, D, soft_cap, programs, monkeypatch):
     """NaN in rows that are nobody's reaches nobody."""
@@ -146,7 +156,6 @@ def compare_on_the_cpu(q, k, v, mask, soft_cap, programs, monkeypatch):
         (dict(alibi_slopes=torch.empty(1)), "ALiBi"),
         (dict(sinks=torch.empty(1)), "sinks"),
         (dict(seed=torch.empty(1)), "dropout"),
-        (dict(bounds=torch.empty(1)), "documents"),
         (dict(output_dtype=torch.float32), "another output dtype"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
@@ -213,6 +222,10 @@ def test_flash_takes_the_faster_of_the_two_forwards(T, D, right, asked, runs, mo
         Case(1, 2, 2, 1500, 1500, 0, 0, causal=True, window=(200, None)),
         Case(1, 4, 2, 301, 333, 0, 0, causal=True, soft_cap=3.0),
         Case(3, 2, 2, 1, 1, 0, 0, causal=True),
+        Case(2, 4, 2, 651, 651, 0, 0, causal=True, documents="ids"),
+        Case(2, 4, 1, 300, 300, 0, 0, documents="ids", layout="heads first"),
+        Case(1, 4, 2, 1301, 1333, 0, 0, causal=True, documents="packed", layout="sliced"),
+        Case(1, 4, 2, 1301, 1203, 0, 0, window=(100, 3), documents="packed", soft_cap=3.0),
     ],
     ids=str,
 )
@@ -264,9 +277,28 @@ def test_thirty_deterministic_backwards_give_the_same_bits_and_no_program_waits_
 @pytest.mark.parametrize("D", [64, 128, 256])
 @pytest.mark.parametrize("window", [None, (100, 3)])
 @pytest.mark.parametrize("causal", [False, True])
-def test_a_deterministic_backward_is_as_exact(D, causal, window):
-    case = Case(2, 4, 2, 651, 600, D, D, causal=causal, window=window, deterministic=True)
+@pytest.mark.parametrize("documents", ["", "packed"])
+def test_a_deterministic_backward_is_as_exact(D, causal, window, documents):
+    B = 1 if documents else 2
+    case = Case(B, 4, 2, 651, 600, D, D, causal=causal, window=window, documents=documents, deterministic=True)
     check(inputs(case, torch.bfloat16, "cuda"), implementation="hopper")
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_thirty_deterministic_backwards_of_documents_give_the_same_bits(D):
+    lengths = torch.tensor([0, 700, 1, 130, 64, 900, 33, 5, 5, 5, 400], device="cuda")
+    offsets = lengths.cumsum(0).int()
+    x = [torch.randn(2300, 16, D, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+    leaves = [y.requires_grad_() for y in x[:3]]
+    output, _ = flash_attention_packed(
+        *leaves, offsets, offsets, mask=Mask(causal=True), deterministic=True, implementation="hopper"
+    )
+    first = torch.autograd.grad(output, leaves, x[3], retain_graph=True)
+    for _ in range(30):
+        again = torch.autograd.grad(output, leaves, x[3], retain_graph=True)
+        assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
 
 
 @pytest.mark.gpu

@@ -105,10 +105,14 @@ def check_on_the_cpu(q, k, v, mask, scale, monkeypatch, soft_cap=None, determini
         torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=2e-4)
 
 
-@pytest.mark.parametrize(("D", "deterministic"), [(64, True), (128, False), (256, True)])
 @pytest.mark.parametrize(
-    "mask", [Mask(), Mask(causal=True), Mask(window=(30, 5)), Mask(causal=True, alignment="top_left")], ids=str
-)
+    ("mask", "D", "deterministic"),
+    [
+        (Mask(), 128, True), (Mask(causal=True), 64, True), (Mask(window=(30, 5)), 256, True),
+        (Mask(causal=True, alignment="top_left"), 64, False),
+    ],
+    ids=["full", "causal", "window", "top left"],
+)  # fmt: skip
 @pytest.mark.parametrize("documents", DOCUMENTS, ids=["long", "short", "packed"])
 def test_on_the_cpu_the_gradients_of_each_document_are_as_if_it_stood_alone(
     documents, mask, D, deterministic, monkeypatch
