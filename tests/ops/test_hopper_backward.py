@@ -40,7 +40,7 @@ def test_the_query_tiles_of_a_block_are_those_that_see_it_and_the_unmasked_ones_
     for T, S, (left, right), top_left in itertools.product((1, 4, 7, 12, 21), (1, 5, 6, 13), bounds, (False, True)):
         shift = 0 if top_left else S - T
         seen = visible(T, S, left, right, shift)
-        n = Numbers(1, 1, 1, T, S, left, right, shift, 1.0, 1.0, 1.0, False, 8, 0, 0)
+        n = Numbers(1, 1, 1, T, S, left, right, shift, 1.0, 1.0, 1.0, False, 8, 1, 0, 0)
         for block in range(-(-S // block_s)):
             start, full, full_end, end = call(query_tiles, block, n, block_t, block_s, mask)
             keys = seen[:, block * block_s : (block + 1) * block_s]

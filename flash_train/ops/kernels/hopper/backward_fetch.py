@@ -48,10 +48,11 @@ class Numbers(NamedTuple):
     """What the kernel is called with."""
 
     key_heads: Any
-    """B G"""
+    """B G, `split` of each"""
     G: Any
+    """Likewise."""
     group: Any
-    """H / G"""
+    """Query heads of each."""
     T: Any
     S: Any
     left: Any
@@ -67,6 +68,8 @@ class Numbers(NamedTuple):
     """Whether programs add to dQ one after the other, and not the first and the last alone in their place."""
     together: Any
     """Heads at a time: `locate`."""
+    split: Any
+    """How many programs share the query heads that see a key; each has a dK and dV of its own."""
     first_query: Any
     """Where T queries begin in their batch row: 0 but inside a document."""
     first_key: Any
@@ -76,7 +79,7 @@ class Numbers(NamedTuple):
 def inside(n, span):
     """`n` of a document alone."""
     return Numbers(n.key_heads, n.G, n.group, span.T, span.S, n.left, n.right, span.shift, n.log2_scale, n.scale,
-                   n.inner, n.ordered, n.together, span.first_query, span.first_key)  # fmt: skip
+                   n.inner, n.ordered, n.together, n.split, span.first_query, span.first_key)  # fmt: skip
 
 
 @gluon.jit
@@ -127,10 +130,10 @@ def produce_keys(q, k, v, do, starts, rings, block, b, g, done, n, MASK: gl.cons
     start, _, _, end = query_tiles(block, n, BLOCK_T, KEYS, MASK)
     mbarrier.expect(rings.k_full, KEYS // 64 * k.block_type.nbytes)
     for part in gl.static_range(KEYS // 64):
-        load_rows(k, b, g, block * KEYS + part * 64, 0, n.first_key, n.S, rings.k_full, rings.k.index(part))
+        load_rows(k, b, g // n.split, block * KEYS + part * 64, 0, n.first_key, n.S, rings.k_full, rings.k.index(part))
     mbarrier.expect(rings.v_full, KEYS // 64 * v.block_type.nbytes)
     for part in gl.static_range(KEYS // 64):
-        load_rows(v, b, g, block * KEYS + part * 64, 0, n.first_key, n.S, rings.v_full, rings.v.index(part))
+        load_rows(v, b, g // n.split, block * KEYS + part * 64, 0, n.first_key, n.S, rings.v_full, rings.v.index(part))
     for member in range(0, n.group):
         h = g * n.group + member
         for back in range(start, end):

@@ -126,15 +126,17 @@ def _consume_keys(dk, dv, rings, block, b, g, turn, done, n, ME: gl.constexpr, M
     return done + (end - start) * n.group
 
 
-@gluon.jit(do_not_specialize=["key_heads", "G", "group", "T", "S", "left", "right", "shift", "ordered", "together"])
+@gluon.jit(
+    do_not_specialize=["key_heads", "G", "group", "T", "S", "left", "right", "shift", "ordered", "together", "split"]
+)
 def hopper_wide_backward_kernel(q, k, v, do, starts, sums, dq, dk, dv, counts, bounds, document, key_heads, G, group,
-                                T, S, left, right, shift, log2_scale, scale, inner, ordered, together,
+                                T, S, left, right, shift, log2_scale, scale, inner, ordered, together, split,
                                 MASK: gl.constexpr, DOCUMENTS: gl.constexpr, BLOCK_T: gl.constexpr, W: gl.constexpr,
                                 STAGES: gl.constexpr, SOFT_CAP: gl.constexpr, REGISTERS: gl.constexpr,
                                 FEW_REGISTERS: gl.constexpr):  # fmt: skip
     """One program: 64 keys of one key head, against every query that sees them, BLOCK_T = 64 at a time."""
     rings = make_rings(q, k, v, do, starts, 1, 64, W, STAGES, 1)
-    n = Numbers(key_heads, G, group, T, S, left, right, shift, log2_scale, scale, inner, ordered, together, 0, 0)
+    n = Numbers(key_heads, G, group, T, S, left, right, shift, log2_scale, scale, inner, ordered, together, split, 0, 0)
     gl.warp_specialize([
         (_consume, (dk, dv, bounds, document, rings, n, gl.constexpr(0), MASK, DOCUMENTS, W, STAGES, SOFT_CAP)),
         (_consume, (dk, dv, bounds, document, rings, n, gl.constexpr(1), MASK, DOCUMENTS, W, STAGES, SOFT_CAP)),

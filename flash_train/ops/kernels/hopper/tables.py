@@ -61,5 +61,15 @@ def heads_together(T: int, width: int) -> int:
     return max(8, 2**21 // (max(T, 1) * width))
 
 
+ENOUGH = 2048
+
+
+def programs_a_head(programs: int, group: int) -> int:
+    """Into how many programs one of the backward's, for keys of one head, is split where many query heads share these:
+    the fewest that make up `ENOUGH`, each with as many heads. Programs under a causal mask differ in length, and few
+    long ones leave most of the GPU idle in the end; each writes a dK and dV of its own, which are added up."""
+    return next((split for split in range(1, group) if group % split == 0 and programs * split >= ENOUGH), group)
+
+
 SHARED_BYTES = 227 * 1024
 """Of a program."""
