@@ -5,6 +5,7 @@ tensor and leaves out what would be written there. Products end where they begin
 nothing: of those a GPU alone can tell.
 """
 
+import math
 import sys
 import threading
 import types
@@ -75,8 +76,10 @@ class Descriptor:
         if isinstance(base, shim.Before):
             (B, H, T, rows, D), (b, h, t, again, d) = x.shape, x.strides
             assert (B, H, T - 1, D) == base.x.shape and (b, h, t, d) == base.x.stride() and t == again
-            assert base.data_ptr() == base.x.data_ptr() - base.x.element_size() * rows * t
-            self.x = base.x
+            assert rows == base.rows <= base.x.storage_offset() // t, "there is other memory before it"
+            self.x, self.before = base.x, rows
+        elif len(x.shape) == 5:
+            self.x, self.before = base, 0
         else:
             self.x = base.as_strided(x.shape, x.strides)
         self.block_shape, self.dtype, self.layout = x.block_shape, base.dtype, None
@@ -85,9 +88,10 @@ class Descriptor:
     def inside(self, at: Sequence[int]) -> tuple[Tensor, tuple[slice, ...]]:
         """(the part of the block that the tensor has, where in the block that is)"""
         if len(at) == 5:
-            b, h, stop, skipped, column = at
+            b, h, start, skipped, column = at
             rows = self.block_shape[3]
-            assert 0 <= skipped <= rows and (stop <= self.x.shape[2] or skipped == rows)
+            stop = start + rows - self.before
+            assert 0 <= start and 0 <= skipped <= rows and (stop <= self.x.shape[2] or skipped == rows)
             here, (_, _, _, columns) = self._inside(
                 [b, h, stop - rows + skipped, column], [1, 1, rows - skipped, self.block_shape[4]]
             )
@@ -126,6 +130,12 @@ def _load(x: Descriptor, at: Sequence[int], barrier: Barrier, to: Shared) -> Non
 def _store(x: Descriptor, at: Sequence[int], tile: Shared) -> None:
     here, place = x.inside(at)
     here.copy_(tile.data[place])
+
+
+def with_nan(like: Tensor, *shape: int, dtype: torch.dtype | None = None, before: int = 0) -> Tensor:
+    """`launch.empty`, filled with NaN or -1."""
+    x = torch.empty(before + math.prod(shape), dtype=dtype or like.dtype)
+    return x.fill_(float("nan") if x.is_floating_point() else -1)[before:].view(shape)
 
 
 def run_on_cpu(

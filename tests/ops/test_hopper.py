@@ -17,12 +17,12 @@ from flash_train.ops.attention import (
 )
 from flash_train.ops.documents import Documents
 from flash_train.ops.features import UNBOUNDED, Terms
-from flash_train.ops.kernels.hopper import forward
+from flash_train.ops.kernels.hopper import copies, forward
 from flash_train.ops.kernels.hopper.forward_fetch import Numbers
 from flash_train.ops.kernels.hopper.places import key_tile, key_tiles
 from tests.ops.cases import Case, inputs
 from tests.ops.errors import check, results
-from tests.ops.gluon import run_on_cpu
+from tests.ops.gluon import run_on_cpu, with_nan
 
 on_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0"
@@ -139,7 +139,8 @@ def compare_on_the_cpu(q, k, v, mask, soft_cap, programs, monkeypatch):
 
     monkeypatch.setattr(forward, "run", run_here)
     monkeypatch.setattr(forward, "multiprocessors", lambda device: programs)
-    monkeypatch.setattr(forward, "empty", lambda like, *shape, dtype=None: torch.full(shape, float("nan")))
+    for module in (forward, copies):
+        monkeypatch.setattr(module, "empty", with_nan)
     left, right = (UNBOUNDED if x is None else x for x in mask.window or (None, None))
     right, cap = 0 if mask.causal else right, soft_cap or 0.0
     terms = Terms(0.3, left=left, right=right, top_left=mask.alignment == "top_left", soft_cap=cap,

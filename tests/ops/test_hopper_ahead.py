@@ -39,8 +39,8 @@ def forward(
         OWN_OUTPUT=owns_output(row, D, E, persistent), REGISTERS=row.registers, FEW_REGISTERS=row.few_registers,
     )  # fmt: skip
     types = dict.fromkeys(names, "i32") | dict.fromkeys(constants, "constexpr") | dict(
-        q=tile(dtype, 64, D, documents), k=tile(dtype, row.block_s, D, documents),
-        v=tile(dtype, row.block_s, E, documents), output=tile(dtype, 64, E, documents),
+        q=tile(dtype, 64, D), k=tile(dtype, row.block_s, D), v=tile(dtype, row.block_s, E, documents),
+        near=tile(dtype, row.block_s, E, True) if documents else "*fp32", output=tile(dtype, 64, E, documents),
         lse="*fp32", counter="*i32" if persistent else "*fp32", scale="fp32", inner="fp32",
         **dict.fromkeys(("bounds", "document"), "*i32" if documents else "*fp32"),
     )  # fmt: skip

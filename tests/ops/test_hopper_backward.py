@@ -11,14 +11,14 @@ import torch
 from flash_train.ops import choice
 from flash_train.ops.attention import Mask, Score, flash_attention_with_lse
 from flash_train.ops.features import UNBOUNDED, Terms
-from flash_train.ops.kernels.hopper import backward, backward_wide, derivative, places, rows
+from flash_train.ops.kernels.hopper import backward, backward_wide, copies, derivative, places, rows, shares
 from flash_train.ops.kernels.hopper.backward import hopper_backward_kernel
 from flash_train.ops.kernels.hopper.backward_fetch import Numbers
 from flash_train.ops.kernels.hopper.backward_wide import hopper_wide_backward_kernel
 from flash_train.ops.kernels.hopper.derivative import hopper_backward
 from flash_train.ops.kernels.hopper.places import blocks_before, query_tiles, shared_tiles
 from flash_train.ops.kernels.launch import run
-from tests.ops.gluon import run_on_cpu
+from tests.ops.gluon import run_on_cpu, with_nan
 from tests.ops.test_hopper import DOCUMENTS, tables_of, visible
 
 
@@ -88,12 +88,8 @@ def check_on_the_cpu(q, k, v, mask, scale, monkeypatch, soft_cap=None, determini
         for program in range(programs):
             run_on_cpu(module, kernel, program, args)
 
-    def with_nan(like, *shape, dtype=None):
-        x = torch.empty(shape, dtype=dtype or like.dtype)
-        return x.fill_(float("nan") if x.is_floating_point() else -1)
-
     monkeypatch.setattr(derivative, "run", run_here)
-    for module in (derivative, rows):
+    for module in (copies, derivative, rows, shares):
         monkeypatch.setattr(module, "empty", with_nan)
     left, right = (UNBOUNDED if x is None else x for x in mask.window or (None, None))
     right, cap = 0 if mask.causal else right, soft_cap or 0.0

@@ -41,6 +41,8 @@ def backward(mask: str, W: int, dtype: str = "bf16", soft_cap: bool = False, doc
     )  # fmt: skip
     queries, keys = tile(dtype, row.block_t, W, documents), tile(dtype, 64, W, documents)
     types = dict.fromkeys(names, "i32") | dict.fromkeys(constants, "constexpr") | dict(
+        **dict(near_q=queries, near_k=keys, near_v=keys, near_do=queries) if documents
+        else dict.fromkeys(("near_q", "near_k", "near_v", "near_do"), "*i32"),
         q=queries, k=keys, v=keys, do=queries, starts=tile("bf16", row.block_t, 16, documents),
         sums=tile("fp32", 64, 64, documents), dq=tile(dtype, 64, 64, documents), dk=keys, dv=keys,
         counts="*i32", bounds="*i32", document="*i32", log2_scale="fp32", scale="fp32", inner="fp32",

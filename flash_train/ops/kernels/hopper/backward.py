@@ -22,7 +22,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flash_train.ops.kernels.hopper.backward_deliver import deliver, hand_over
-from flash_train.ops.kernels.hopper.backward_fetch import FREE, KEYS_FREE, Numbers, head_of, inside, make_rings, produce
+from flash_train.ops.kernels.hopper.backward_fetch import (
+    FREE,
+    KEYS_FREE,
+    Inputs,
+    Numbers,
+    head_of,
+    inside,
+    make_rings,
+    produce,
+)
 from flash_train.ops.kernels.hopper.copies import store_rows
 from flash_train.ops.kernels.hopper.masks import hide
 from flash_train.ops.kernels.hopper.places import documents_of, query_tiles, shared_tiles, span_of, tile_in
@@ -187,12 +196,14 @@ def _consume_keys(dk, dv, rings, block, b, g, turn, done, n, ME: gl.constexpr, M
 @gluon.jit(
     do_not_specialize=["key_heads", "G", "group", "T", "S", "left", "right", "shift", "ordered", "together", "split"]
 )
-def hopper_backward_kernel(q, k, v, do, starts, sums, dq, dk, dv, counts, bounds, document, key_heads, G, group, T, S,
-                           left, right, shift, log2_scale, scale, inner, ordered, together, split, MASK: gl.constexpr,
-                           DOCUMENTS: gl.constexpr, BLOCK_T: gl.constexpr, W: gl.constexpr, STAGES: gl.constexpr,
-                           SOFT_CAP: gl.constexpr, REGISTERS: gl.constexpr, FEW_REGISTERS: gl.constexpr):  # fmt: skip
+def hopper_backward_kernel(q, k, v, do, near_q, near_k, near_v, near_do, starts, sums, dq, dk, dv, counts, bounds,
+                           document, key_heads, G, group, T, S, left, right, shift, log2_scale, scale, inner, ordered,
+                           together, split, MASK: gl.constexpr, DOCUMENTS: gl.constexpr, BLOCK_T: gl.constexpr,
+                           W: gl.constexpr, STAGES: gl.constexpr, SOFT_CAP: gl.constexpr, REGISTERS: gl.constexpr,
+                           FEW_REGISTERS: gl.constexpr):  # fmt: skip
     """One program: 128 keys of one key head, against every query that sees them."""
     rings = make_rings(q, k, v, do, starts, 2, BLOCK_T, W, STAGES, STAGES)
+    inputs, near = Inputs(q, k, v, do), Inputs(near_q, near_k, near_v, near_do)
     n = Numbers(key_heads, G, group, T, S, left, right, shift, log2_scale, scale, inner, ordered, together, split, 0, 0)
     # each list of arguments in its place: a name would turn the constants into tensors
     gl.warp_specialize([
@@ -200,7 +211,7 @@ def hopper_backward_kernel(q, k, v, do, starts, sums, dq, dk, dv, counts, bounds
                     SOFT_CAP)),
         (_consume, (dk, dv, bounds, document, rings, n, gl.constexpr(1), MASK, DOCUMENTS, BLOCK_T, W, STAGES,
                     SOFT_CAP)),
-        (produce, (q, k, v, do, starts, bounds, document, rings, n, MASK, DOCUMENTS, 128, BLOCK_T, STAGES, STAGES)),
+        (produce, (inputs, near, starts, bounds, document, rings, n, MASK, DOCUMENTS, 128, BLOCK_T, STAGES, STAGES)),
         (deliver, (sums, dq, counts, bounds, document, rings, n, gl.constexpr(0), MASK, DOCUMENTS, 128, BLOCK_T, W)),
         (deliver, (sums, dq, counts, bounds, document, rings, n, gl.constexpr(1), MASK, DOCUMENTS, 128, BLOCK_T, W)),
     ], [4, 1, 1, 1], [REGISTERS, FEW_REGISTERS, FEW_REGISTERS, FEW_REGISTERS])  # fmt: skip

@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from flash_train.ops.kernels.hopper.copies import load_rows
+from flash_train.ops.kernels.hopper.copies import load_input, load_rows
 from flash_train.ops.kernels.hopper.places import documents_of, locate, query_tiles, span_of, tile_in
 from flash_train.ops.kernels.hopper.shim import bar_sync
 
@@ -42,6 +42,15 @@ class Rings(NamedTuple):
     """Both of dq's tiles may be written."""
     dq_left: Any
     """Both have been read by the copy engine."""
+
+
+class Inputs(NamedTuple):
+    """Descriptors."""
+
+    q: Any
+    k: Any
+    v: Any
+    do: Any
 
 
 class Numbers(NamedTuple):
@@ -91,7 +100,7 @@ def head_of(n, KEYS: gl.constexpr):
 
 
 @gluon.jit
-def produce(q, k, v, do, starts, bounds, document, rings, n, MASK: gl.constexpr, DOCUMENTS: gl.constexpr,
+def produce(inputs, near, starts, bounds, document, rings, n, MASK: gl.constexpr, DOCUMENTS: gl.constexpr,
             KEYS: gl.constexpr, BLOCK_T: gl.constexpr, STAGES: gl.constexpr, DO_STAGES: gl.constexpr):  # fmt: skip
     """The warp that fetches."""
     block, key_head, b, g = head_of(n, KEYS)
@@ -105,14 +114,14 @@ def produce(q, k, v, do, starts, bounds, document, rings, n, MASK: gl.constexpr,
             if is_there:
                 if turn > 0:
                     bar_sync(KEYS_FREE, 288)
-                done = produce_keys(q, k, v, do, starts, rings, own, b, g, done, inside(n, span), MASK, KEYS, BLOCK_T,
+                done = produce_keys(inputs, near, starts, rings, own, b, g, done, inside(n, span), MASK, KEYS, BLOCK_T,
                                     STAGES, DO_STAGES)  # fmt: skip
                 turn += 1
             number += 1
         if turn > 0:
             bar_sync(KEYS_FREE, 288)
     else:
-        done = produce_keys(q, k, v, do, starts, rings, block, b, g, done, n, MASK, KEYS, BLOCK_T, STAGES,
+        done = produce_keys(inputs, near, starts, rings, block, b, g, done, n, MASK, KEYS, BLOCK_T, STAGES,
                             DO_STAGES)  # fmt: skip
     for i in gl.static_range(STAGES):  # no barrier is left half full
         if done > i:
@@ -123,17 +132,37 @@ def produce(q, k, v, do, starts, bounds, document, rings, n, MASK: gl.constexpr,
 
 
 @gluon.jit
-def produce_keys(q, k, v, do, starts, rings, block, b, g, done, n, MASK: gl.constexpr, KEYS: gl.constexpr,
+def produce_keys(inputs, near, starts, rings, block, b, g, done, n, MASK: gl.constexpr, KEYS: gl.constexpr,
                  BLOCK_T: gl.constexpr, STAGES: gl.constexpr, DO_STAGES: gl.constexpr):  # fmt: skip
     """A block's keys and values, then the queries that see them and their dO, by heads. Returns how many query tiles
     the rings have seen."""
     start, _, _, end = query_tiles(block, n, BLOCK_T, KEYS, MASK)
-    mbarrier.expect(rings.k_full, KEYS // 64 * k.block_type.nbytes)
+    mbarrier.expect(rings.k_full, KEYS // 64 * inputs.k.block_type.nbytes)
     for part in gl.static_range(KEYS // 64):
-        load_rows(k, b, g // n.split, block * KEYS + part * 64, 0, n.first_key, n.S, rings.k_full, rings.k.index(part))
-    mbarrier.expect(rings.v_full, KEYS // 64 * v.block_type.nbytes)
+        load_input(
+            inputs.k,
+            near.k,
+            b,
+            g // n.split,
+            block * KEYS + part * 64,
+            n.first_key,
+            n.S,
+            rings.k_full,
+            rings.k.index(part),
+        )
+    mbarrier.expect(rings.v_full, KEYS // 64 * inputs.v.block_type.nbytes)
     for part in gl.static_range(KEYS // 64):
-        load_rows(v, b, g // n.split, block * KEYS + part * 64, 0, n.first_key, n.S, rings.v_full, rings.v.index(part))
+        load_input(
+            inputs.v,
+            near.v,
+            b,
+            g // n.split,
+            block * KEYS + part * 64,
+            n.first_key,
+            n.S,
+            rings.v_full,
+            rings.v.index(part),
+        )
     for member in range(0, n.group):
         h = g * n.group + member
         for back in range(start, end):
@@ -141,13 +170,25 @@ def produce_keys(q, k, v, do, starts, rings, block, b, g, done, n, MASK: gl.cons
             stage = done % STAGES
             if done >= STAGES:
                 bar_sync(FREE + stage, 288)
-            mbarrier.expect(rings.q_full.index(stage), q.block_type.nbytes)
-            load_rows(q, b, h, i * BLOCK_T, 0, n.first_query, n.T, rings.q_full.index(stage), rings.q.index(stage))
+            mbarrier.expect(rings.q_full.index(stage), inputs.q.block_type.nbytes)
+            load_input(
+                inputs.q, near.q, b, h, i * BLOCK_T, n.first_query, n.T, rings.q_full.index(stage), rings.q.index(stage)
+            )
             stage = done % DO_STAGES
             if done >= DO_STAGES:
                 bar_sync(FREE + STAGES + stage, 288)
-            mbarrier.expect(rings.do_full.index(stage), do.block_type.nbytes + starts.block_type.nbytes)
-            load_rows(do, b, h, i * BLOCK_T, 0, n.first_query, n.T, rings.do_full.index(stage), rings.do.index(stage))
+            mbarrier.expect(rings.do_full.index(stage), inputs.do.block_type.nbytes + starts.block_type.nbytes)
+            load_input(
+                inputs.do,
+                near.do,
+                b,
+                h,
+                i * BLOCK_T,
+                n.first_query,
+                n.T,
+                rings.do_full.index(stage),
+                rings.do.index(stage),
+            )
             load_rows(starts, 0, b * n.G * n.group + h, i * BLOCK_T, 0, n.first_query, n.T, rings.do_full.index(stage),
                       rings.starts.index(stage))  # fmt: skip
             done += 1

@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flash_train.ops.features import Terms
-from flash_train.ops.kernels.hopper.copies import store_rows
+from flash_train.ops.kernels.hopper.copies import first_rows, store_rows
 from flash_train.ops.kernels.hopper.forward_fetch import Numbers, Rings, head_of, inside, produce, told, told_document
 from flash_train.ops.kernels.hopper.masks import hide
 from flash_train.ops.kernels.hopper.places import key_tile, key_tiles, shift_of
@@ -34,6 +34,7 @@ from flash_train.ops.kernels.hopper.shim import (
     bar_arrive,
     bar_sync,
     describe,
+    describe_cut,
     exp2,
     in_pairs,
     rescale,
@@ -254,8 +255,8 @@ def _consume(output, lse, rings, n, ME: gl.constexpr, MASK: gl.constexpr, DOCUME
 
 
 @gluon.jit(do_not_specialize=["heads", "H", "group", "T", "S", "left", "right", "shift"])
-def hopper_forward_kernel(q, k, v, output, lse, counter, bounds, document, heads, H, group, T, S, left, right, shift,
-                          scale, inner, MASK: gl.constexpr, DOCUMENTS: gl.constexpr, SOFT_CAP: gl.constexpr,
+def hopper_forward_kernel(q, k, v, near, output, lse, counter, bounds, document, heads, H, group, T, S, left, right,
+                          shift, scale, inner, MASK: gl.constexpr, DOCUMENTS: gl.constexpr, SOFT_CAP: gl.constexpr,
                           BLOCK_S: gl.constexpr, D: gl.constexpr, E: gl.constexpr, CONSUMERS: gl.constexpr,
                           STAGES: gl.constexpr, PERSISTENT: gl.constexpr, FIXED_MAX: gl.constexpr,
                           OWN_OUTPUT: gl.constexpr, REGISTERS: gl.constexpr, FEW_REGISTERS: gl.constexpr):  # fmt: skip
@@ -298,7 +299,7 @@ def hopper_forward_kernel(q, k, v, output, lse, counter, bounds, document, heads
                         STAGES, PERSISTENT, FIXED_MAX, OWN_OUTPUT)),
             (_consume, (output, lse, rings, n, gl.constexpr(1), MASK, DOCUMENTS, SOFT_CAP, BLOCK_S, E, CONSUMERS,
                         STAGES, PERSISTENT, FIXED_MAX, OWN_OUTPUT)),
-            (produce, (q, k, v, counter, bounds, document, rings, n, MASK, DOCUMENTS, BLOCK_S, CONSUMERS, STAGES,
+            (produce, (q, k, v, near, counter, bounds, document, rings, n, MASK, DOCUMENTS, BLOCK_S, CONSUMERS, STAGES,
                        PERSISTENT, FIXED_MAX)),
         ], [4, 1], [REGISTERS, FEW_REGISTERS])  # fmt: skip
     else:
@@ -309,7 +310,7 @@ def hopper_forward_kernel(q, k, v, output, lse, counter, bounds, document, heads
                         STAGES, PERSISTENT, FIXED_MAX, OWN_OUTPUT)),
             (_consume, (output, lse, rings, n, gl.constexpr(2), MASK, DOCUMENTS, SOFT_CAP, BLOCK_S, E, CONSUMERS,
                         STAGES, PERSISTENT, FIXED_MAX, OWN_OUTPUT)),
-            (produce, (q, k, v, counter, bounds, document, rings, n, MASK, DOCUMENTS, BLOCK_S, CONSUMERS, STAGES,
+            (produce, (q, k, v, near, counter, bounds, document, rings, n, MASK, DOCUMENTS, BLOCK_S, CONSUMERS, STAGES,
                        PERSISTENT, FIXED_MAX)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, FEW_REGISTERS])  # fmt: skip
 
@@ -332,26 +333,32 @@ def hopper_forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tenso
     What it takes: `choice.choose_implementation`.
     """
     (B, H, T, D), (G, S, E) = q.shape, v.shape[1:]
-    output = empty(q, B, T, H, E).transpose(1, 2)
+    documents = terms.bounds is not None
+    output = empty(q, B, T, H, E, before=64 * H * E if documents else 0).transpose(1, 2)
     lse = empty(q, B, H, T, dtype=torch.float32)
     d, e = tile_width(D), tile_width(E)
     row = FORWARD[max(d, e)]
     block_t = 64 * row.consumers
-    mask, cap, documents = kind_of_bounds(terms), terms.soft_cap, terms.bounds is not None
+    mask, cap = kind_of_bounds(terms), terms.soft_cap
     tiles = blocks(T, block_t) * B * H
     programs = min(tiles, multiprocessors(q.device))
     persistent = programs < tiles or documents
     fixed_max = persistent and not documents and torch.finfo(q.dtype).max > MANY.value
     counter = zeros(q, 1, dtype=torch.int32) if persistent else lse  # which then is not read
-    tiles_of = (q, 64, d), (k, row.block_s, d), (v, row.block_s, e)
-    inputs = [describe(readable(x), rows, width, cut=documents) for x, rows, width in tiles_of]
-    tables = (terms.bounds.contiguous(), terms.query_document.contiguous()) if documents else (lse, lse)
+    q, k, v = readable(q), readable(k), readable(v)
+    tables, near = (lse, lse), lse  # which then are not read
+    values, answer = describe(v, row.block_s, e), describe(output, 64, e)
+    if documents:
+        tables = terms.bounds.contiguous(), terms.query_document.contiguous()
+        near = describe_cut(first_rows(v, row.block_s), row.block_s, e, rows_before=True)
+        values = describe_cut(v, row.block_s, e, rows_before=False)
+        answer = describe_cut(output, 64, e, rows_before=True)
     run(
         hopper_forward_kernel, q.device, programs, Launch(block_t, row.block_s, 4, row.stages),
         ("hopper forward", q.device, q.dtype, D, E, mask, cap > 0, persistent, documents, kinds_of(tables)),
-        *inputs, describe(output, 64, e, cut=documents), lse, counter, *tables, B * H, H, H // G, T, S, terms.left,
-        terms.right, shift_of(terms, T, S), (cap or terms.scale) * LOG2_E.value, terms.scale / (cap or 1.0), mask,
-        documents, cap > 0, row.block_s, d, e, row.consumers, row.stages, persistent, fixed_max,
-        owns_output(row, d, e, persistent), row.registers, row.few_registers,
+        describe(q, 64, d), describe(k, row.block_s, d), values, near, answer, lse, counter, *tables, B * H, H, H // G,
+        T, S, terms.left, terms.right, shift_of(terms, T, S), (cap or terms.scale) * LOG2_E.value,
+        terms.scale / (cap or 1.0), mask, documents, cap > 0, row.block_s, d, e, row.consumers, row.stages, persistent,
+        fixed_max, owns_output(row, d, e, persistent), row.registers, row.few_registers,
     )  # fmt: skip
     return output, lse

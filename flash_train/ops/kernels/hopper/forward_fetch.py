@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from flash_train.ops.kernels.hopper.copies import load_rows
+from flash_train.ops.kernels.hopper.copies import load_input
 from flash_train.ops.kernels.hopper.places import (
     TOGETHER,
     Span,
@@ -80,19 +80,20 @@ def head_of(tile, n, BLOCK_T: gl.constexpr, MASK: gl.constexpr):
 
 
 @gluon.jit
-def fetch(x, tiles, full, empty, number, b, g, row, first, length, STAGES: gl.constexpr):
+def fetch(x, near, tiles, full, empty, number, b, g, row, first, length, STAGES: gl.constexpr):
     """Rows from `row` on into tile `number` of a ring, as soon as that is empty."""
     stage = number % STAGES
     mbarrier.wait(empty.index(stage), ((number // STAGES) & 1) ^ 1)
     mbarrier.expect(full.index(stage), x.block_type.nbytes)
-    load_rows(x, b, g, row, 0, first, length, full.index(stage), tiles.index(stage))
+    load_input(x, near, b, g, row, first, length, full.index(stage), tiles.index(stage))
 
 
 @gluon.jit
-def produce_tile(q, k, v, rings, block, b, h, done, n, MASK: gl.constexpr, BLOCK_S: gl.constexpr,
+def produce_tile(q, k, v, near, rings, block, b, h, done, n, MASK: gl.constexpr, BLOCK_S: gl.constexpr,
                  CONSUMERS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """Queries of a tile, then its keys and values. Keys are needed, and freed, one step earlier than values, and are
-    fetched one step earlier. Returns how many tiles of keys the rings have seen."""
+    fetched one step earlier. Of what follows a document only values count: its scores are hidden, and rows of queries
+    have nothing to do with each other. Returns how many tiles of keys the rings have seen."""
     BLOCK_T: gl.constexpr = CONSUMERS * 64
     tiles = key_tiles(block, n, BLOCK_T, BLOCK_S, MASK)
     count = tiles[3]
@@ -100,14 +101,14 @@ def produce_tile(q, k, v, rings, block, b, h, done, n, MASK: gl.constexpr, BLOCK
     g = h // n.group
     for i in gl.static_range(CONSUMERS):
         mbarrier.expect(rings.q_full.index(i), q.block_type.nbytes)
-        load_rows(q, b, h, block * BLOCK_T + i * 64, 0, n.first_query, n.T, rings.q_full.index(i), rings.q.index(i))
-    fetch(k, rings.k, rings.k_full, rings.k_empty, done, b, g, row, n.first_key, n.S, STAGES)
+        load_input(q, q, b, h, block * BLOCK_T + i * 64, n.first_query, n.T, rings.q_full.index(i), rings.q.index(i))
+    fetch(k, k, rings.k, rings.k_full, rings.k_empty, done, b, g, row, n.first_key, n.S, STAGES)
     for i in range(1, count):
         before = row
         row = key_tile(i, tiles, MASK) * BLOCK_S
-        fetch(k, rings.k, rings.k_full, rings.k_empty, done + i, b, g, row, n.first_key, n.S, STAGES)
-        fetch(v, rings.v, rings.v_full, rings.v_empty, done + i - 1, b, g, before, n.first_key, n.S, STAGES)
-    fetch(v, rings.v, rings.v_full, rings.v_empty, done + count - 1, b, g, row, n.first_key, n.S, STAGES)
+        fetch(k, k, rings.k, rings.k_full, rings.k_empty, done + i, b, g, row, n.first_key, n.S, STAGES)
+        fetch(v, near, rings.v, rings.v_full, rings.v_empty, done + i - 1, b, g, before, n.first_key, n.S, STAGES)
+    fetch(v, near, rings.v, rings.v_full, rings.v_empty, done + count - 1, b, g, row, n.first_key, n.S, STAGES)
     return done + count
 
 
@@ -157,7 +158,7 @@ def overflowed(rings, CONSUMERS: gl.constexpr):
 
 
 @gluon.jit
-def produce(q, k, v, counter, bounds, document, rings, n, MASK: gl.constexpr, DOCUMENTS: gl.constexpr,
+def produce(q, k, v, near, counter, bounds, document, rings, n, MASK: gl.constexpr, DOCUMENTS: gl.constexpr,
             BLOCK_S: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, PERSISTENT: gl.constexpr,
             FIXED_MAX: gl.constexpr):  # fmt: skip
     """The warp that fetches."""
@@ -178,15 +179,15 @@ def produce(q, k, v, counter, bounds, document, rings, n, MASK: gl.constexpr, DO
                     if is_there:
                         tell(rings, 0, tile)
                         tell_document(rings, span, own)
-                        done = produce_tile(q, k, v, rings, own, b, h, done, inside(n, span), MASK, BLOCK_S, CONSUMERS,
-                                            STAGES)  # fmt: skip
+                        done = produce_tile(q, k, v, near, rings, own, b, h, done, inside(n, span), MASK, BLOCK_S,
+                                            CONSUMERS, STAGES)  # fmt: skip
                         await_readers(rings, turn, CONSUMERS)
                         turn += 1
                     number += 1
                 tile = following
             else:
                 tell(rings, 0, tile)
-                done = produce_tile(q, k, v, rings, block, b, h, done, n, MASK, BLOCK_S, CONSUMERS, STAGES)
+                done = produce_tile(q, k, v, near, rings, block, b, h, done, n, MASK, BLOCK_S, CONSUMERS, STAGES)
                 if tile >= 0:
                     following = gl.num_programs(0) + fetch_add(counter)
                 await_readers(rings, turn, CONSUMERS)
@@ -200,4 +201,4 @@ def produce(q, k, v, counter, bounds, document, rings, n, MASK: gl.constexpr, DO
             mbarrier.arrive(rings.q_full.index(i))
     else:
         block, head, b, h = head_of(tile, n, BLOCK_T, MASK)
-        produce_tile(q, k, v, rings, block, b, h, 0, n, MASK, BLOCK_S, CONSUMERS, STAGES)
+        produce_tile(q, k, v, near, rings, block, b, h, 0, n, MASK, BLOCK_S, CONSUMERS, STAGES)

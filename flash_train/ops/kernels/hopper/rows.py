@@ -66,26 +66,25 @@ def rows_kernel(do, output, lse, grad_lse, starts, dq, counts, do_strides, o_str
 
 def begin(
     do: Tensor, output: Tensor, lse: Tensor, grad_lse: Tensor | None, dq: Tensor, padded: int, unit: float, *,
-    count_rows: bool,
+    documents: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Where the sums of S^T and dP^T begin, `rows_kernel`'s [1, B H, padded, 16] bf16, and zeros to count by, one for
-    64 rows of a head, or for each; dQ's rows that saw nothing are set to 0."""
+    64 rows of a head, or for each if there are documents; dQ's rows that saw nothing are set to 0."""
     B, H, T, E = output.shape
     D = dq.shape[-1]
-    starts = empty(lse, 1, B * H, padded, 16, dtype=torch.bfloat16)
-    counts = empty(lse, B * H * (T if count_rows else padded // ROWS.block_t), dtype=torch.int32)
+    starts = empty(lse, 1, B * H, padded, 16, dtype=torch.bfloat16, before=128 * 16 if documents else 0)
+    counts = empty(lse, B * H * (T if documents else padded // ROWS.block_t), dtype=torch.int32)
     o, lse = readable(output), lse.contiguous()  # under vmap it may be one that was expanded
     dl = lse if grad_lse is None else grad_lse
     width = vector(o.element_size())
     strides = as_numbers(do.stride()), as_numbers(o.stride())
     key = (
         "hopper rows", o.device, do.dtype, o.dtype, dl.dtype, D, E, width, grad_lse is not None,
-        count_rows, *(large(x) for x in (*strides, dl.stride())),
+        documents, *(large(x) for x in (*strides, dl.stride())),
     )  # fmt: skip
     run(
         rows_kernel, o.device, padded // ROWS.block_t * B * H, ROWS, key,
         do, o, lse, dl, starts, dq, counts, *strides, *dl.stride(), H, T, padded, unit, D, E,
-        ROWS.block_t, block_size(D), block_size(E), width, grad_lse is not None,
-        count_rows,
+        ROWS.block_t, block_size(D), block_size(E), width, grad_lse is not None, documents,
     )  # fmt: skip
     return starts, counts

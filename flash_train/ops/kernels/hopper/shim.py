@@ -21,6 +21,7 @@ __all__ = [
     "bar_arrive",
     "bar_sync",
     "describe",
+    "describe_cut",
     "exp2",
     "fetch_add",
     "in_pairs",
@@ -74,21 +75,25 @@ class Before(NamedTuple):
         return self.x.data_ptr() - self.rows * self.x.stride(2) * self.x.element_size()
 
 
-def describe(x: Tensor, rows: int, columns: int, *, cut: bool = False) -> TensorDescriptor:
-    """A `readable` tensor [B, H, T, D] for the copy engine, in tiles of this many rows and columns of one head; `cut`:
-    so that a tile can end at any row (`copies.py`)."""
+def describe(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """A `readable` tensor [B, H, T, D] for the copy engine, in tiles of this many rows and columns of one head."""
+    return _descriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, columns])
+
+
+def describe_cut(x: Tensor, rows: int, columns: int, *, rows_before: bool) -> TensorDescriptor:
+    """Likewise, but so that a tile can end at any row: `copies.py`. `rows_before`: whether as many rows as a tile has
+    lie before the tensor's first one."""
+    (B, H, T, D), (b, h, t, d) = x.shape, x.stride()
+    base, starts = (Before(x, rows), T + 1) if rows_before else (x, max(T - rows, 0) + 1)
+    return _descriptor(base, [B, H, starts, rows, D], [b, h, t, t, d], [1, 1, 1, rows, columns])
+
+
+def _descriptor(base: Any, shape: list[int], strides: list[int], block_shape: list[int]) -> TensorDescriptor:
     # without its constructor's checks, as in `operands.descriptors`
     y = TensorDescriptor.__new__(TensorDescriptor)
-    y.base, y.shape, y.strides, y.block_shape = x, list(x.shape), list(x.stride()), [1, 1, rows, columns]
-    if cut:
-        (B, H, T, D), (b, h, t, d) = x.shape, x.stride()
-        y.base, y.shape, y.strides, y.block_shape = (
-            Before(x, rows),
-            [B, H, T + 1, rows, D],
-            [b, h, t, t, d],
-            [1, *y.block_shape],
-        )
-    y.layout = _TILE[x.element_size(), min(columns * x.element_size(), 128), len(y.shape)]
+    y.base, y.shape, y.strides, y.block_shape = base, shape, strides, block_shape
+    size = base.dtype.itemsize
+    y.layout = _TILE[size, min(block_shape[-1] * size, 128), len(shape)]
     return y
 
 
