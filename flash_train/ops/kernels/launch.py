@@ -27,8 +27,10 @@ def empty(like: Tensor, *shape: int, dtype: torch.dtype | None = None, before: i
     """Uninitialised memory on `like`'s device, with so many elements `before` it that nobody uses. The launchers' one
     allocation: tests fill it with NaN."""
     x = torch.empty(before + math.prod(shape) if before else shape, dtype=dtype or like.dtype, device=like.device)
-    note_allocation(x)
-    return x[before:].view(shape) if before else x
+    if before:
+        x = x[before:].view(shape)
+    note_allocation(x, before=before)
+    return x
 
 
 def zeros(like: Tensor, *shape: int, dtype: torch.dtype) -> Tensor:

@@ -17,9 +17,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flash_train.ops.kernels.hopper.shim import load, rank_of, reduce_add, store, view
-from flash_train.ops.kernels.launch import empty, run
-from flash_train.ops.kernels.operands import large
+from flash_train.ops.kernels.launch import block_size, empty, run
+from flash_train.ops.kernels.operands import as_numbers, large, vector
 from flash_train.ops.kernels.tables import Launch
+from flash_train.ops.kernels.tiles import load_tile, store_tile
 
 COPY = Launch(block_t=128, block_s=0, warps=4, stages=1)
 """Rows of a tile at most. Each element is read once."""
@@ -80,27 +81,46 @@ def add_rows(x, b, h, row, column, first, length, tile):
     reduce_add(x, _place(x, b, h, row, column, first, length), _as_block(tile, x))
 
 
-@triton.jit(do_not_specialize=["stride_b", "stride_h", "stride_t", "H", "T"], do_not_specialize_on_alignment=["x"])
-def first_rows_kernel(x, y, stride_b, stride_h, stride_t, H, T, ROWS: tl.constexpr, D: tl.constexpr,
-                      BLOCK_D: tl.constexpr):  # fmt: skip
-    """y [B H, ROWS, D] = rows of x, as far as it has some: one program, one head."""
-    head = tl.program_id(0)
+@triton.jit
+def _copy(x, y, head, strides, H, T, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, WIDTH: tl.constexpr):
+    """y [B H, ROWS, D] = rows of x [B, H, T, D], as far as it has some, of one head."""
     b = head // H
-    rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK_D)[None, :]
-    inside = (rows < T) & (columns < D)
-    place = b.to(tl.int64) * stride_b + (head - b * H).to(tl.int64) * stride_h + rows.to(tl.int64) * stride_t
-    there = tl.load(x + place + columns, mask=inside, other=0.0)
-    tl.store(y + head.to(tl.int64) * ROWS * D + rows * D + columns, there, mask=columns < D)
+    tile = load_tile(x, strides, b, head - b * H, 0, T, D, ROWS, BLOCK_D, WIDTH, False)
+    store_tile(y, head.to(tl.int64) * ROWS * D, D, 0, 0, ROWS, tile, D, ROWS, BLOCK_D)
 
 
-def first_rows(x: Tensor, rows: int) -> Tensor:
-    """The first `rows` rows of each head of a `readable` x, [B, H, rows, D], with so many rows before them."""
-    B, H, T, D = x.shape
-    y = empty(x, B, H, rows, D, before=rows * D)
-    strides = x.stride()[:3]
-    key = "hopper first rows", x.device, x.dtype, rows, D, *large(strides)
+@triton.jit(do_not_specialize=["B", "H", "G", "T", "S"], do_not_specialize_on_alignment=["q", "k", "v", "do"])
+def first_rows_kernel(q, k, v, do, near_q, near_k, near_v, near_do, q_strides, k_strides, v_strides, do_strides, B, H,
+                      G, T, S, ROWS_T: tl.constexpr, ROWS_S: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+                      BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, WIDTH: tl.constexpr,
+                      ALL: tl.constexpr):  # fmt: skip
+    """One program: a head of one of them. Without ALL, of v alone."""
+    head = tl.program_id(0)
+    if head < B * G:
+        _copy(v, near_v, head, v_strides, G, S, ROWS_S, E, BLOCK_E, WIDTH)
+    elif ALL:
+        head -= B * G
+        if head < B * G:
+            _copy(k, near_k, head, k_strides, G, S, ROWS_S, D, BLOCK_D, WIDTH)
+        elif head < B * (G + H):
+            _copy(q, near_q, head - B * G, q_strides, H, T, ROWS_T, D, BLOCK_D, WIDTH)
+        else:
+            _copy(do, near_do, head - B * (G + H), do_strides, H, T, ROWS_T, E, BLOCK_E, WIDTH)
+
+
+def first_rows(q: Tensor, k: Tensor, v: Tensor, do: Tensor | None, rows_t: int, rows_s: int) -> list[Tensor]:
+    """The first rows of each head of these `readable` tensors, [B, heads, rows_t or rows_s, size] with so many rows
+    before them. Without dO of v alone."""
+    (B, H, T, D), (G, S, E) = q.shape, v.shape[1:]
+    every = [(q, H, rows_t, D), (k, G, rows_s, D), (v, G, rows_s, E), (do, H, rows_t, E)]
+    wanted = [(x, heads, rows, size) for x, heads, rows, size in every if do is not None or x is v]
+    near = [empty(v, B, heads, rows, size, before=rows * size) for _, heads, rows, size in wanted]
+    inputs, copies = [v if do is None else x for x, *_ in every], near if do is not None else near * 4
+    strides, width = [as_numbers(x.stride()) for x in inputs if x is not None], vector(v.element_size())
+    key = "hopper first rows", v.device, v.dtype, D, E, rows_t, rows_s, do is None, *(large(x) for x in strides)
     run(
-        first_rows_kernel, x.device, B * H, COPY, key,
-        x, y, *strides, H, T, rows, D, triton.next_power_of_2(D),
+        first_rows_kernel, v.device, sum(B * heads for _, heads, *_ in wanted), COPY, key,
+        *inputs, *copies, *strides, B, H, G, T, S, rows_t, rows_s, D, E, block_size(D), block_size(E), width,
+        do is not None,
     )  # fmt: skip
-    return y
+    return near

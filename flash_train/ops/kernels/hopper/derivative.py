@@ -57,7 +57,8 @@ def hopper_backward(
     if documents:
         tables = terms.bounds.contiguous(), terms.key_document.contiguous()
         operands = [describe_cut(*x, rows_before=False) for x in inputs]
-        near = [describe_cut(first_rows(x, rows), rows, columns, rows_before=True) for x, rows, columns in inputs]
+        first = first_rows(q, k, v, do, row.block_t, 64)
+        near = [describe_cut(x, *tile, rows_before=True) for x, (_, *tile) in zip(first, inputs, strict=True)]
         results = [describe_cut(*x, rows_before=True) for x in made]
     else:
         tables, near = (counts, counts), (counts,) * 4  # which then are not read

@@ -350,7 +350,8 @@ def hopper_forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tenso
     values, answer = describe(v, row.block_s, e), describe(output, 64, e)
     if documents:
         tables = terms.bounds.contiguous(), terms.query_document.contiguous()
-        near = describe_cut(first_rows(v, row.block_s), row.block_s, e, rows_before=True)
+        (first,) = first_rows(q, k, v, None, 64, row.block_s)
+        near = describe_cut(first, row.block_s, e, rows_before=True)
         values = describe_cut(v, row.block_s, e, rows_before=False)
         answer = describe_cut(output, 64, e, rows_before=True)
     run(
