@@ -7,12 +7,11 @@ sketches of these kernels, the rows of 256 alone.
 from typing import NamedTuple
 
 from flash_train.ops.features import Terms
-from flash_train.ops.kernels.launch import block_size
 
 
 def tile_width(size: int) -> int:
-    """The width of a head size's tiles: whole swizzled rows of 128 bytes."""
-    return max(64, block_size(size))
+    """The width of a head size's tiles: a power of two, and whole swizzled rows of 128 bytes."""
+    return max(64, 1 << (size - 1).bit_length())
 
 
 class Forward(NamedTuple):
