@@ -45,6 +45,8 @@ class Block:
     """In whose forward, by its dotted name; "" outside of any, as in the backward."""
     phase: str
     category: str = "temporaries"
+    added: bool = False
+    """Whether it was added to a gradient of an earlier micro-batch: in the first one it would have become that."""
 
 
 Event = tuple[str, Block, bool]
@@ -109,6 +111,7 @@ class LiveBytes(TorchDispatchMode):
         for hook in self._hooks:
             hook.remove()
         super().__exit__(*error)
+        self._alive.clear()  # from here on the death of a storage is nobody's business
 
     @property
     def events(self) -> tuple[Event, ...]:
@@ -185,7 +188,14 @@ class LiveBytes(TorchDispatchMode):
         if self._inside is not None and (size := self._inside(operator, args, kwargs or {}, results)):
             block = self._block(size, (size,), torch.uint8, str(operator), category="workspaces")
             self._events += [(self._phase, block, True), (self._phase, block, False)]
+        if operator is _ADD:
+            self._add(*args[:2])
         return results
+
+    def _add(self, total: Tensor, part: Any) -> None:
+        into = self._find(total)
+        if into is not None and into.category == "gradients" and (block := self._find(part)) is not None:
+            block.added = True
 
     def _notice(self, tensor: Tensor, operator: Any) -> None:
         if self._find(tensor) is None:
@@ -218,6 +228,8 @@ class LiveBytes(TorchDispatchMode):
         return Block(size, shape, dtype, operation, module, self._phase, category)
 
 
+_ADD = torch.ops.aten.add_.Tensor
+"""By which autograd adds a gradient to the one that it finds."""
 _NOTHING = Block(0, (), torch.uint8, "", "", "")
 
 
