@@ -11,10 +11,10 @@ __all__ = ["GarbageFreeze"]
 class GarbageFreeze(Callback):
     """Collects garbage after the first step, and leaves what is there then out of later collections (gc.freeze).
 
-    From time to time Python looks at every container of the process for cycles that nobody holds: with torch, a compiled
-    model and the data some half a million, which takes tenths of a second in the middle of some step. Nearly all of
-    them are made before the second step and stay. What is made later is collected as ever. When training ends, nothing
-    is left out any more; what somebody else froze before stays frozen.
+    From time to time Python looks at every container of the process for cycles that nobody holds: with torch and a
+    compiled model some half a million, which takes tenths of a second in the middle of some step. Nearly all of them
+    are made before the second step and stay. What is made later is collected as ever. When training ends, nothing is
+    left out any more; what somebody else froze before stays frozen.
     """
 
     def __init__(self) -> None:
