@@ -181,7 +181,13 @@ def judge(error: BaseException) -> Ending:
         return Ending("failed", ExitCode.FAILURE, why)
     if isinstance(error, OSError) and error.filename and error.strerror:
         return Ending("failed", ExitCode.BAD_INPUT, f"cannot use {error.filename2 or error.filename}: {error.strerror}")
-    wandb_error = getattr(sys.modules.get("wandb.errors"), "Error", ())  # wandb: only if a logger imported it
+    errors = sys.modules.get("wandb.errors")  # only if a logger imported it
+    if isinstance(error, getattr(errors, "CommError", ())):
+        way_out = (
+            "loggers.wandb.offline=true keeps everything in the run folder for wandb sync, loggers=csv does without"
+        )
+        return Ending("failed", ExitCode.BAD_INPUT, f"wandb cannot be reached ({text}); {way_out}")
+    wandb_error = getattr(errors, "Error", ())
     if isinstance(error, (ValueError, MisconfigurationException, OSError, wandb_error)):
         return Ending("failed", ExitCode.BAD_INPUT, text)
     return Ending("failed", ExitCode.FAILURE, f"{type(error).__name__}: {text}", surprising=True)
