@@ -183,9 +183,7 @@ def judge(error: BaseException) -> Ending:
         return Ending("failed", ExitCode.BAD_INPUT, f"cannot use {error.filename2 or error.filename}: {error.strerror}")
     errors = sys.modules.get("wandb.errors")  # only if a logger imported it
     if isinstance(error, getattr(errors, "CommError", ())):
-        way_out = (
-            "loggers.wandb.offline=true keeps everything in the run folder for wandb sync, loggers=csv does without"
-        )
+        way_out = "loggers.wandb.offline=true keeps it all for wandb sync, loggers=csv does without"
         return Ending("failed", ExitCode.BAD_INPUT, f"wandb cannot be reached ({text}); {way_out}")
     wandb_error = getattr(errors, "Error", ())
     if isinstance(error, (ValueError, MisconfigurationException, OSError, wandb_error)):

@@ -188,7 +188,7 @@ def test_a_wandb_that_cannot_be_reached_when_a_run_begins_is_told_with_the_way_o
     assert (ending.status, ending.code, ending.surprising) == ("failed", 2, False)
     assert ending.error == (
         "wandb cannot be reached (Failed to get resume status for run 1: context deadline exceeded); "
-        "loggers.wandb.offline=true keeps everything in the run folder for wandb sync, loggers=csv does without"
+        "loggers.wandb.offline=true keeps it all for wandb sync, loggers=csv does without"
     )
 
 
