@@ -35,25 +35,29 @@ class Curve:
         """The largest multiple of `step`, `limit` at most, that needs no more than `budget`; None if not even `step`.
 
         It was asked, and the next multiple too (unless it is beyond the limit). The first question is about `first`,
-        or near it; each other is put where the polynomial through the last answers crosses the budget, or in the
-        middle where that stops helping.
+        or near it; each other is put where the polynomial through the last answers crosses the budget, and, where that
+        stops helping, more and more beyond, until the answer lies between two that are near.
         """
         limit -= limit % step
         fits, fails = 0, limit + step  # in which the answer lies: [fits, fails)
-        size, turn = min(max(step, first // step * step), limit), 0
+        size, slow = min(max(step, first // step * step), limit), 0
         while fails - fits > step:
-            width = fails - fits
+            width, doubled = fails - fits, size >= 2 * fits
             counted = self._count(size)
             if counted <= budget:
                 fits = size
             else:
                 fails = size
-            steps = self._count is not self and fails < 1.25 * fits  # what counts may go up in steps there
-            slow = 2 * (fails - fits) > width and (steps or turn % 3 == 2)
+            helped = 2 * (fails - fits) <= width or (counted <= budget and doubled)
+            slow = 0 if helped else slow + 1
             level = budget + self(size) - counted  # of the polynomials, if what counts lies as far from them there
-            size = self._middle(fits, fails, limit) if slow else int(self._crossing(level, fits, fails))
+            crossing, middle = int(self._crossing(level, fits, fails)), self._middle(fits, fails, limit)
+            beyond = step * 4 ** (slow - 2) if slow > 1 else 0
+            if counted <= budget:
+                size = min(crossing + beyond, max(crossing, middle))
+            else:
+                size = max(crossing - beyond, min(crossing, middle))
             size = min(max(size // step * step, fits + step), fails - step)
-            turn += 1
         return fits or None
 
     @staticmethod
@@ -61,8 +65,8 @@ class Curve:
         return 4 * fits if fails > limit and fits else (fits + fails) // 2
 
     def _crossing(self, budget: int, fits: int, fails: int) -> float:
-        """Where the polynomial through the points next to [fits, fails) reaches the budget; at most 8 times beyond
-        what was asked."""
+        """Where the polynomial through the points next to [fits, fails) reaches the budget; at most 16 times
+        beyond what was asked."""
         known = sorted(self.points)
         near = sorted(known, key=lambda x: min(abs(x - fits), abs(x - fails)))[:3]
         if len(near) == 1:
@@ -81,4 +85,4 @@ class Curve:
             found = x0 - constant / linear
         else:
             found = 0.0 if constant > 0 else math.inf
-        return min(found, 8.0 * known[-1])
+        return min(found, 16.0 * known[-1])

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -178,6 +179,8 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if operator is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # autograd asks for it more often than for all the rest
         results = operator(*args, **(kwargs or {}))
         if isinstance(results, Tensor):
             self._notice(results, operator)
@@ -228,6 +231,7 @@ class LiveBytes(TorchDispatchMode):
         return Block(size, shape, dtype, operation, module, self._phase, category)
 
 
+_DEVICE = torch.ops.prim.device.default
 _ADD = torch.ops.aten.add_.Tensor
 """By which autograd adds a gradient to the one that it finds."""
 _NOTHING = Block(0, (), torch.uint8, "", "", "")

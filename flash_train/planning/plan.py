@@ -55,11 +55,11 @@ class ArmPlan:
             "rows": Curve(lambda B: self._smooth(B, length), count=lambda B: self._needed(B, length)),
         }
         budget, limit = settings.card.memory, settings.limit
-        try:
+        try:  # the first question about rows is that about T again
             self.longest = self._curves["length"].largest(
-                budget, step=settings.length_step, first=1024, limit=limit // settings.rows
+                budget, step=settings.length_step, first=length, limit=limit // rows
             )
-            self.largest_batch = self._curves["rows"].largest(budget, step=1, first=2, limit=limit // settings.length)
+            self.largest_batch = self._curves["rows"].largest(budget, step=1, first=rows, limit=limit // length)
         except ValueError as error:
             self.refusal = str(error)
 

@@ -44,15 +44,15 @@ def test_what_counts_beside_the_curve_decides_and_costs_few_questions_more(budge
     curve = Curve(CURVES["quadratic"], count=count)
     found = curve.largest(budget, step=64, first=1024, limit=2**24)
     assert found is not None and counted[found] <= budget < counted[found + 64]
-    assert len(curve.points) == len(counted) <= 12
+    assert len(curve.points) == len(counted) <= 7
     assert all(size == CURVES["quadratic"](at) for at, size in curve.points.items())
 
 
 @pytest.mark.parametrize("name", ["linear", "quadratic", "two pieces", "rounded"])
-def test_it_asks_at_most_ten_times(name: str) -> None:
+def test_it_asks_at_most_six_times(name: str) -> None:
     curve = Curve(CURVES[name])
     curve.largest(24 * 2**30, step=64, first=1024, limit=2**24)
-    assert len(curve.points) <= 10
+    assert len(curve.points) <= 6
 
 
 def test_an_estimate_is_exact_on_a_polynomial_and_says_so_elsewhere() -> None:

@@ -20,6 +20,7 @@ from flash_train.memory.cards import CARDS, GIB
 from flash_train.memory.fakes import Fakes
 from flash_train.memory.live import LiveBytes
 from flash_train.memory.predict import Predictor, predict_peak
+from flash_train.memory.step import FakeStep
 from flash_train.models.gpt import GPT
 from flash_train.modules.attention import SelfAttention
 from flash_train.training.module import LanguageModel
@@ -202,6 +203,15 @@ def test_a_compiled_model_is_predicted_as_an_eager_one() -> None:
     eager = predict_peak(module, tokens(), optimizer=adam, precision="bf16-mixed").peak
     module.model.compile()
     assert predict_peak(module, tokens(), optimizer=adam, precision="bf16-mixed").peak == eager
+
+
+def test_a_prediction_and_all_that_it_is_asked_takes_one_fake_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[Any] = []
+    run = FakeStep._run
+    monkeypatch.setattr(FakeStep, "_run", lambda self, batch, live: (steps.append(batch), run(self, batch, live))[1])
+    predicted = predict_peak(Language("flash"), tokens(), optimizer=adam, accumulate=4)
+    assert predicted.replay is not None and predicted.replay.reserved() >= predicted.peak >= predicted.smooth
+    assert len(steps) == 1
 
 
 def test_a_card_s_share_and_the_peak_add_up() -> None:

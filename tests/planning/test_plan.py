@@ -68,7 +68,7 @@ def test_the_longest_t_and_the_largest_batch_fit_and_the_next_do_not(arm: str) -
 
     assert fits(2, plan.longest) and not fits(2, plan.longest + 64)
     assert fits(plan.largest_batch, 1024) and not fits(plan.largest_batch + 1, 1024)
-    assert plan.questions <= 16
+    assert plan.questions <= 9, "a fake step each, and nothing for (2, 1024), where both searches begin"
 
 
 def test_near_the_budget_what_the_allocator_takes_decides_and_stands_for_the_allowance() -> None:
