@@ -3,6 +3,9 @@
 import math
 from collections.abc import Callable
 
+_APART = math.log(1.2)
+"""Two points of an estimate are that far from each other, as a ratio."""
+
 
 class Curve:
     """Bytes by a whole size (tokens, rows), never falling: a maximum of polynomials of the second degree at most.
@@ -22,11 +25,16 @@ class Curve:
         return self.points[size]
 
     def estimate(self, size: int) -> float:
-        """The polynomial through the nearest points, three if there are as many; where one piece ends and another
-        begins, and far from all points, it is as good as that. ValueError without a point."""
+        """The polynomial through the nearest points, three if there are as many that lie apart, since rounding counts
+        much between neighbours; where one piece ends and another begins, and far from all points, it is as good as
+        that. ValueError without a point."""
         if not self.points:
             raise ValueError("an estimate needs a point: call the curve with a size first")
-        near = sorted(self.points, key=lambda known: abs(math.log(known / size)))[:3]
+        near: list[int] = []
+        for known in sorted(self.points, key=lambda known: abs(math.log(known / size))):
+            if all(abs(math.log(known / other)) > _APART for other in near):
+                near.append(known)
+        near = near[:3]
         return sum(  # Lagrange's form
             self.points[x] * math.prod((size - other) / (x - other) for other in near if other != x) for x in near
         )

@@ -63,3 +63,13 @@ def test_an_estimate_is_exact_on_a_polynomial_and_says_so_elsewhere() -> None:
         curve(size)
     assert math.isclose(curve.estimate(3333), CURVES["quadratic"](3333))
     assert 3333 not in curve.points
+
+
+@pytest.mark.parametrize("size", [512, 4096, 8192, 16384])
+def test_after_a_search_which_asks_neighbours_rounding_does_not_spoil_an_estimate(size: int) -> None:
+    def evaluate(x: int) -> int:
+        return 2**20 * round((2 * 10**9 + 900_000 * x) / 2**20 + x % 7)
+
+    curve = Curve(evaluate)
+    curve.largest(24 * 2**30, step=64, first=1024, limit=2**24)
+    assert size not in curve.points and curve.estimate(size) == pytest.approx(evaluate(size), rel=0.005)

@@ -77,7 +77,7 @@ def h200_runs() -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("row", h200_runs(), ids=lambda row: f"{row['arm']}-{row['length']}")
-def test_on_an_h200_every_phase_above_a_gibibyte_was_within_one_per_cent(row: dict[str, str]) -> None:
+def test_on_an_h200_every_phase_above_a_gibibyte_was_within_a_fifth_of_a_per_cent(row: dict[str, str]) -> None:
     length = int(row["length"])
     rows = 16384 // length
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -91,8 +91,8 @@ def test_on_an_h200_every_phase_above_a_gibibyte_was_within_one_per_cent(row: di
         return
     for phase, size in predicted.allocated.items():
         measured = int(row[f"{phase}_peak_allocated_bytes"])
-        assert size == pytest.approx(measured, rel=0.003), phase
-    assert predicted.peak == pytest.approx(int(row["peak_allocated_bytes"]), rel=0.001)
+        assert size == pytest.approx(measured, rel=0.002), phase
+    assert predicted.peak == pytest.approx(int(row["peak_allocated_bytes"]), rel=0.0003)
 
 
 @pytest.mark.parametrize(
