@@ -137,6 +137,8 @@ class Recorder(LiveBytes):
         if self._watches_sdpa:
             self._calls.__exit__(*error)
         super().__exit__(*error)
+        # From here on the death of a storage is nobody's business.
+        self._alive.clear()
 
     def hold_training(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """As before, and each with the module that it belongs to."""

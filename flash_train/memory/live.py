@@ -112,7 +112,6 @@ class LiveBytes(TorchDispatchMode):
         for hook in self._hooks:
             hook.remove()
         super().__exit__(*error)
-        self._alive.clear()  # from here on the death of a storage is nobody's business
 
     @property
     def events(self) -> tuple[Event, ...]:
