@@ -25,6 +25,7 @@ STYLE: dict[Any, Any] = {
 # Okabe and Ito's palette, which stays apart for every kind of colour vision.
 PART_COLOURS = (
     "#0072B2", "#56B4E9", "#5D3A9B", "#D55E00", "#F0E442", "#CC79A7", "#E69F00", "#009E73", "#BBBBBB", "#777777",
+    "#333333",
 )  # fmt: skip
 
 

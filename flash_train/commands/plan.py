@@ -10,7 +10,7 @@ from flash_train.commands.hydra_app import ExitCode, launch
 from flash_train.config import group_options
 
 if TYPE_CHECKING:
-    from flash_train.planning.plan import Predict, Reserve
+    from flash_train.planning.plan import Predict
     from flash_train.planning.settings import Settings
 
 MODULE = "flash_train.commands.plan"
@@ -42,8 +42,7 @@ def plan(config: dict[str, Any], folder: Path, overrides: list[str]) -> int:
     plans = []
     for arm in settings.arms:
         with console.status(f"{arm}: predicting"):
-            predict, reserve = predictor_of(arm, config, settings, vocabulary)
-            plans.append(ArmPlan(arm, predict, settings, reserve))
+            plans.append(ArmPlan(arm, predictor_of(arm, config, settings, vocabulary), settings))
     measured = beside(plans, peaks)
     print_plan(plans, settings, console, setting=setting, measured=measured)
     facts = {
@@ -95,9 +94,8 @@ def find_vocabulary(config: dict[str, Any]) -> int:
     return vocabulary_size(config, build_data(config))
 
 
-def predictor_of(arm: str, config: dict[str, Any], settings: "Settings", vocabulary: int) -> "tuple[Predict, Reserve]":
-    """The predictions, and what the allocator makes of them. The module is built anew only where
-    T, which it may have a table of, changes."""
+def predictor_of(arm: str, config: dict[str, Any], settings: "Settings", vocabulary: int) -> "Predict":
+    """The predictions. The module is built anew only where T, which it may have a table of, changes."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -109,7 +107,7 @@ def predictor_of(arm: str, config: dict[str, Any], settings: "Settings", vocabul
     text: Any = SimpleNamespace(vocabulary_size=vocabulary, bytes_per_token=None, source_bytes_per_token={})
     kept: dict[tuple[int, bool], Predictor] = {}
 
-    def predictor(rows: int, length: int) -> Predictor:
+    def predict(rows: int, length: int) -> Prediction:
         accumulated = (config["batch_tokens"] or 0) > rows * length
         if (length, accumulated) not in kept:
             with FakeTensorMode():
@@ -121,19 +119,10 @@ def predictor_of(arm: str, config: dict[str, Any], settings: "Settings", vocabul
                 accumulate=2 if accumulated else 1,  # more do not raise the peak
                 card=settings.card,
             )
-        return kept[length, accumulated]
-
-    def batch(rows: int, length: int) -> dict[str, Any]:
         shape = torch.empty(rows, length, dtype=torch.int64, device="meta")
-        return {"inputs": shape, "targets": shape.clone()}
+        return kept[length, accumulated]({"inputs": shape, "targets": shape.clone()})
 
-    def predict(rows: int, length: int) -> Prediction:
-        return predictor(rows, length)(batch(rows, length))
-
-    def reserve(rows: int, length: int, prediction: Prediction, limit: int) -> int:
-        return predictor(rows, length).replay(batch(rows, length), prediction).reserved(limit)
-
-    return predict, reserve
+    return predict
 
 
 def describe_setting(config: dict[str, Any], settings: "Settings") -> str:

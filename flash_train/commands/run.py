@@ -92,9 +92,11 @@ def run(config: Config, folder: Path, overrides: list[str]) -> int:
 
 def check_resumable(header: CheckpointHeader, config: Config) -> None:
     """Raise ValueError for another model than the checkpoint's, even where its weights would fit (another window, soft
-    cap or number of heads), for weights without the fp32 masters that they had, and for fewer steps than it has done.
+    cap or number of heads), for weights without the fp32 masters that they had, for another kind of optimizer, and for
+    fewer steps than it has done.
 
-    Other data is refused by `TokenData`. Any other change, dropout among them, is the user's, and `announce` prints it.
+    Other data is refused by `TokenData`, and other groups of parameters by the optimizer. Any other change, of dropout
+    or the learning rate, is the user's, and `announce` prints it.
     """
     earlier = (header.run_config or {}).get("config", config)
     if config["init_from"] not in (None, earlier.get("init_from")):
@@ -110,6 +112,12 @@ def check_resumable(header: CheckpointHeader, config: Config) -> None:
             f"the run keeps its weights in fp32 masters, and precision.lightning={config['precision']['lightning']} "
             "would go on with what bf16 left of them; resume with precision=bf16_masters, or start a new run with "
             "init_from"
+        )
+    kinds = [settings["optimizer"].get("_target_") for settings in (earlier, config)]
+    if kinds[0] != kinds[1]:
+        raise ValueError(
+            f"a run must resume with the optimizer whose state it has, {kinds[0]}, and now it is {kinds[1]}; leave it "
+            "as it was, or start a new run with init_from"
         )
     different = other_model(header, config)
     if different:
@@ -173,7 +181,11 @@ def judge(error: BaseException) -> Ending:
         return Ending("failed", ExitCode.FAILURE, why)
     if isinstance(error, OSError) and error.filename and error.strerror:
         return Ending("failed", ExitCode.BAD_INPUT, f"cannot use {error.filename2 or error.filename}: {error.strerror}")
-    wandb_error = getattr(sys.modules.get("wandb.errors"), "Error", ())  # wandb: only if a logger imported it
+    errors = sys.modules.get("wandb.errors")  # only if a logger imported it
+    if isinstance(error, getattr(errors, "CommError", ())):
+        way_out = "loggers.wandb.offline=true keeps it all for wandb sync, loggers=csv does without"
+        return Ending("failed", ExitCode.BAD_INPUT, f"wandb cannot be reached ({text}); {way_out}")
+    wandb_error = getattr(errors, "Error", ())
     if isinstance(error, (ValueError, MisconfigurationException, OSError, wandb_error)):
         return Ending("failed", ExitCode.BAD_INPUT, text)
     return Ending("failed", ExitCode.FAILURE, f"{type(error).__name__}: {text}", surprising=True)

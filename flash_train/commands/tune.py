@@ -1,5 +1,6 @@
 """`flash-tune`: a learning rate or a batch size to begin with, by Lightning's Tuner."""
 
+import math
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -79,7 +80,7 @@ def find_learning_rate(config: "Config", folder: Path) -> dict[str, Any]:
         early_stop_threshold=settings["stop_at"], update_attr=False,
     )  # fmt: skip
     assert finder is not None
-    losses = [loss * trainer.accumulate_grad_batches for loss in _unbiased(finder.results["loss"])]
+    losses = [loss * trainer.accumulate_grad_batches for loss in _smoothed(_undone(finder.results["loss"]))]
     curve = list(zip(finder.results["lr"], losses, strict=False))
     steepest = _steepest(curve)
     lowest = min(curve, key=lambda point: point[1])[0]
@@ -93,11 +94,30 @@ def find_learning_rate(config: "Config", folder: Path) -> dict[str, Any]:
     }
 
 
-def _unbiased(losses: list[float]) -> list[float]:
-    """Lightning's running means of the loss as they should be: its correction for their beginning at 0 counts one step
-    too many, so that the first loss of all reads half of what it is, and the least."""
+def _undone(means: list[float]) -> list[float]:
+    """The losses of which Lightning made these running means, up to the first that is not finite.
+
+    A mean of the last fifty steps has its least where the loss has long risen again. (And its correction for the
+    beginning at 0 counts one step too many, so that the first loss of all reads half of what it is.)
+    """
     kept = 0.98  # of the mean, in each step; Lightning's
-    return [loss * (1 - kept ** (step + 1)) / (1 - kept**step) for step, loss in enumerate(losses, 1)]
+    losses, before = [], 0.0
+    for step, mean in enumerate(means, 1):
+        now = mean * (1 - kept ** (step + 1))
+        if not math.isfinite(now):
+            break
+        losses.append((now - kept * before) / (1 - kept))
+        before = now
+    return losses
+
+
+def _smoothed(losses: list[float]) -> list[float]:
+    """Means over the steps on both sides, with the weights of a normal curve: noise goes, and nothing is shifted."""
+    import numpy as np
+
+    steps = np.arange(len(losses))
+    weights = np.exp(-0.5 * ((steps[:, None] - steps) / max(1.0, len(losses) / 30)) ** 2)
+    return (weights @ np.asarray(losses) / weights.sum(1)).tolist()
 
 
 def _steepest(curve: list[tuple[float, float]]) -> float:

@@ -3,6 +3,9 @@
 import math
 from collections.abc import Callable
 
+_APART = math.log(1.2)
+"""Two points of an estimate are that far from each other, as a ratio."""
+
 
 class Curve:
     """Bytes by a whole size (tokens, rows), never falling: a maximum of polynomials of the second degree at most.
@@ -22,11 +25,16 @@ class Curve:
         return self.points[size]
 
     def estimate(self, size: int) -> float:
-        """The polynomial through the nearest points, three if there are as many; where one piece ends and another
-        begins, and far from all points, it is as good as that. ValueError without a point."""
+        """The polynomial through the nearest points, three if there are as many that lie apart, since rounding counts
+        much between neighbours; where one piece ends and another begins, and far from all points, it is as good as
+        that. ValueError without a point."""
         if not self.points:
             raise ValueError("an estimate needs a point: call the curve with a size first")
-        near = sorted(self.points, key=lambda known: abs(math.log(known / size)))[:3]
+        near: list[int] = []
+        for known in sorted(self.points, key=lambda known: abs(math.log(known / size))):
+            if all(abs(math.log(known / other)) > _APART for other in near):
+                near.append(known)
+        near = near[:3]
         return sum(  # Lagrange's form
             self.points[x] * math.prod((size - other) / (x - other) for other in near if other != x) for x in near
         )
@@ -35,25 +43,29 @@ class Curve:
         """The largest multiple of `step`, `limit` at most, that needs no more than `budget`; None if not even `step`.
 
         It was asked, and the next multiple too (unless it is beyond the limit). The first question is about `first`,
-        or near it; each other is put where the polynomial through the last answers crosses the budget, or in the
-        middle where that stops helping.
+        or near it; each other is put where the polynomial through the last answers crosses the budget, and, where that
+        stops helping, more and more beyond, until the answer lies between two that are near.
         """
         limit -= limit % step
         fits, fails = 0, limit + step  # in which the answer lies: [fits, fails)
-        size, turn = min(max(step, first // step * step), limit), 0
+        size, slow = min(max(step, first // step * step), limit), 0
         while fails - fits > step:
-            width = fails - fits
+            width, doubled = fails - fits, size >= 2 * fits
             counted = self._count(size)
             if counted <= budget:
                 fits = size
             else:
                 fails = size
-            steps = self._count is not self and fails < 1.25 * fits  # what counts may go up in steps there
-            slow = 2 * (fails - fits) > width and (steps or turn % 3 == 2)
+            helped = 2 * (fails - fits) <= width or (counted <= budget and doubled)
+            slow = 0 if helped else slow + 1
             level = budget + self(size) - counted  # of the polynomials, if what counts lies as far from them there
-            size = self._middle(fits, fails, limit) if slow else int(self._crossing(level, fits, fails))
+            crossing, middle = int(self._crossing(level, fits, fails)), self._middle(fits, fails, limit)
+            beyond = step * 4 ** (slow - 2) if slow > 1 else 0
+            if counted <= budget:
+                size = min(crossing + beyond, max(crossing, middle))
+            else:
+                size = max(crossing - beyond, min(crossing, middle))
             size = min(max(size // step * step, fits + step), fails - step)
-            turn += 1
         return fits or None
 
     @staticmethod
@@ -61,8 +73,8 @@ class Curve:
         return 4 * fits if fails > limit and fits else (fits + fails) // 2
 
     def _crossing(self, budget: int, fits: int, fails: int) -> float:
-        """Where the polynomial through the points next to [fits, fails) reaches the budget; at most 8 times beyond
-        what was asked."""
+        """Where the polynomial through the points next to [fits, fails) reaches the budget; at most 16 times
+        beyond what was asked."""
         known = sorted(self.points)
         near = sorted(known, key=lambda x: min(abs(x - fits), abs(x - fails)))[:3]
         if len(near) == 1:
@@ -81,4 +93,4 @@ class Curve:
             found = x0 - constant / linear
         else:
             found = 0.0 if constant > 0 else math.inf
-        return min(found, 8.0 * known[-1])
+        return min(found, 16.0 * known[-1])

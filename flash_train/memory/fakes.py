@@ -12,6 +12,8 @@ from torch.utils._pytree import tree_map
 
 aten = torch.ops.aten
 _READ = aten._local_scalar_dense.default
+_PLAIN = (Tensor, int, float, torch.dtype, type(None))
+"""What names no device."""
 
 
 class Fakes(FakeTensorMode):
@@ -55,7 +57,9 @@ class OnCpu(TorchFunctionMode):
             raise Valueless(f"Tensor.{function.__name__}")
         if function is Tensor.__format__ and args[0].dim() == 0:
             return format(args[0].item(), args[1])
-        return function(*tree_map(_on_cpu, args), **tree_map(_on_cpu, kwargs or {}))
+        if kwargs or not all(isinstance(x, _PLAIN) for x in args):  # tree_map takes its time
+            args, kwargs = tree_map(_on_cpu, args), tree_map(_on_cpu, kwargs or {})
+        return function(*args, **(kwargs or {}))
 
 
 def _on_cpu(x: Any) -> Any:

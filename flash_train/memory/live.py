@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -45,6 +46,8 @@ class Block:
     """In whose forward, by its dotted name; "" outside of any, as in the backward."""
     phase: str
     category: str = "temporaries"
+    added: bool = False
+    """Whether it was added to a gradient of an earlier micro-batch: in the first one it would have become that."""
 
 
 Event = tuple[str, Block, bool]
@@ -175,6 +178,8 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if operator is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # autograd asks for it more often than for all the rest
         results = operator(*args, **(kwargs or {}))
         if isinstance(results, Tensor):
             self._notice(results, operator)
@@ -185,7 +190,14 @@ class LiveBytes(TorchDispatchMode):
         if self._inside is not None and (size := self._inside(operator, args, kwargs or {}, results)):
             block = self._block(size, (size,), torch.uint8, str(operator), category="workspaces")
             self._events += [(self._phase, block, True), (self._phase, block, False)]
+        if operator is _ADD:
+            self._add(*args[:2])
         return results
+
+    def _add(self, total: Tensor, part: Any) -> None:
+        into = self._find(total)
+        if into is not None and into.category == "gradients" and (block := self._find(part)) is not None:
+            block.added = True
 
     def _notice(self, tensor: Tensor, operator: Any) -> None:
         if self._find(tensor) is None:
@@ -218,6 +230,9 @@ class LiveBytes(TorchDispatchMode):
         return Block(size, shape, dtype, operation, module, self._phase, category)
 
 
+_DEVICE = torch.ops.prim.device.default
+_ADD = torch.ops.aten.add_.Tensor
+"""By which autograd adds a gradient to the one that it finds."""
 _NOTHING = Block(0, (), torch.uint8, "", "", "")
 
 

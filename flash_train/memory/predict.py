@@ -11,7 +11,7 @@ from torch import nn
 from flash_train.memory.attribution import Breakdown, Recorder
 from flash_train.memory.cards import GIB, ROUNDING, Card, card_of
 from flash_train.memory.cuda_rules import cuda_rules, inside
-from flash_train.memory.live import Block, Event, LiveBytes, Peak
+from flash_train.memory.live import Block, LiveBytes, Peak
 from flash_train.memory.replay import Replay
 from flash_train.memory.step import FakeStep, OptimizerMaker
 
@@ -28,29 +28,43 @@ class Prediction:
     """cuBLAS's workspace, which is alive in every phase; 0 on a CPU."""
     context: int
     """Outside of torch's allocator; 0 on a CPU."""
-    events: tuple[Event, ...] = field(default=(), repr=False, compare=False)
-    """The births and deaths that were counted."""
+    replay: Replay | None = field(default=None, repr=False, compare=False)
+    """The start of such a training, for torch's CUDA allocator; None on a CPU, which has another."""
+
+    @property
+    def allocated(self) -> dict[str, int]:
+        """Each phase's peak as the allocator counts it: the blocks that are alive, rounded up, with cuBLAS's, and what
+        it leaves uncut: the rest of a large block, where that is not above 1 MiB."""
+        replayed = self.replay.allocated if self.replay else {}
+        return {name: max(peak.size + self.cublas, replayed.get(name, 0)) for name, peak in self.phases.items()}
 
     @property
     def phase(self) -> str:
         """The one that has the peak."""
-        return max(self.phases, key=lambda name: self.phases[name].size)
+        return max(self.phases, key=lambda name: self.allocated[name])
 
     @property
     def peak(self) -> int:
         """What `torch.cuda.max_memory_allocated` will say."""
-        return self.phases[self.phase].size + self.cublas
+        return max(self.allocated.values())
+
+    @property
+    def smooth(self) -> int:
+        """The peak without what is uncut: as a step's rows or tokens grow, a maximum of polynomials."""
+        return max(peak.size for peak in self.phases.values()) + self.cublas
 
     @property
     def rounding(self) -> int:
         """The part of the peak that is the allocator's rounding."""
-        return self.phases[self.phase].size - self.requested
+        return max(peak.size for peak in self.phases.values()) - self.requested
 
     @property
     def categories(self) -> dict[str, int]:
-        """The peak by category (`live.CATEGORIES`), rounding in its place, and "cuBLAS": they add up to `peak`."""
-        parts = {name: size for name, size in self.phases[self.phase].categories.items() if size}
-        return parts | ({"cuBLAS": self.cublas} if self.cublas else {})
+        """The peak by category (`live.CATEGORIES`), rounding in its place, "cuBLAS" and "uncut": they add up to
+        `peak`."""
+        peak = self.phases[self.phase]
+        others = {"cuBLAS": self.cublas, "uncut": self.peak - peak.size - self.cublas}
+        return {name: size for name, size in (peak.categories | others).items() if size}
 
     @property
     def blocks(self) -> tuple[Block, ...]:
@@ -58,8 +72,9 @@ class Prediction:
         return self.phases[self.phase].blocks
 
     def needed(self, allowance: float) -> int:
-        """What a card must have: the peak, `allowance` of it again for what fragmentation wastes, and the context."""
-        return round(self.peak * (1 + allowance)) + self.context
+        """What a card must have: the peak, `allowance` of it again for what fragmentation wastes, which is more than
+        is uncut and contains it, and the context."""
+        return max(round(self.smooth * (1 + allowance)), self.peak) + self.context
 
 
 class Predictor:
@@ -86,7 +101,6 @@ class Predictor:
         if device not in ("cuda", "cpu"):
             raise ValueError(f"device must be cuda or cpu, got {device!r}: the rules of other devices are not known")
         self._card = (card or card_of(24 * GIB)) if device == "cuda" else None
-        self._accumulate = accumulate
         with self._rules():
             self._step = FakeStep(
                 module,
@@ -100,37 +114,38 @@ class Predictor:
             )
 
     def __call__(self, batch: Any) -> Prediction:
-        card, counted = self._card, self._take(batch)
+        card = self._card
+        live: Callable[[nn.Module], LiveBytes] = partial(LiveBytes, inside=inside(card.capability if card else None))
+        with self._rules():
+            counted = self._step.take(batch, live)
         requested = max(peak.size for peak in counted.peaks().values())
         if card is None:
-            return Prediction(counted.peaks(), requested, cublas=0, context=0, events=counted.events)
-        peaks = counted.peaks(rounded_to=ROUNDING)
-        return Prediction(peaks, requested, cublas=card.cublas, context=card.context, events=counted.events)
-
-    def replay(self, batch: Any, prediction: Prediction) -> Replay:
-        """The start of such a training, `prediction` of that batch, for torch's CUDA allocator."""
-        assert self._card is not None, "a CPU has another allocator"
-        before = self._take(batch, first=True).events if self._accumulate > 1 else ()
-        return Replay(prediction.events, before=before, cublas=self._card.cublas_sizes)
-
-    def _take(self, batch: Any, *, first: bool = False) -> LiveBytes:
-        capability = self._card.capability if self._card else None
-        live: Callable[[nn.Module], LiveBytes] = partial(LiveBytes, inside=inside(capability))
-        with self._rules():
-            return self._step.take(batch, live, first=first)
+            return Prediction(counted.peaks(), requested, cublas=0, context=0)
+        return Prediction(
+            counted.peaks(rounded_to=ROUNDING),
+            requested,
+            cublas=card.cublas,
+            context=card.context,
+            replay=Replay(counted.events, cublas=card.cublas_sizes),
+        )
 
     def breakdown(self, batch: Any, *, validation: bool = False) -> Breakdown:
         """The same step, or a `validation_step`, by module, by tensor, and what scores and logits take of it; nobody
-        measures, but what cuBLAS takes is `untracked`."""
+        measures, but what cuBLAS takes is `untracked`, with what the allocator leaves uncut."""
         card = self._card
         live = partial(Recorder, device="cpu", inside=inside(card.capability if card else None), sdpa=False)
         with self._rules():
             recorder = self._step.validate(batch, live) if validation else self._step.take(batch, live)
         if recorder.error is not None:
             raise recorder.error
-        rounding, cublas = (ROUNDING, card.cublas) if card else (1, 0)
-        peaks = {phase: peak.size + cublas for phase, peak in recorder.peaks(rounded_to=rounding).items()}
-        return recorder.breakdown(peaks, step=0, source="prediction", rounded_to=rounding)
+        if card is None:
+            return recorder.breakdown({}, step=0, source="prediction")
+        replayed = {} if validation else Replay(recorder.events, cublas=card.cublas_sizes).allocated
+        peaks = {
+            phase: max(peak.size + card.cublas, replayed.get(phase, 0))
+            for phase, peak in recorder.peaks(rounded_to=ROUNDING).items()
+        }
+        return recorder.breakdown(peaks, step=0, source="prediction", rounded_to=ROUNDING)
 
     def _rules(self) -> Any:
         return cuda_rules(self._card.capability) if self._card else nullcontext()

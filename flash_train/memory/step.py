@@ -85,22 +85,21 @@ class FakeStep:
                 self.optimizer = only_optimizer(optimizer(self.module) if optimizer else configured(self.module))
                 self._warm_up(multi_tensor=multi_tensor, fused=fused)
 
-    def take(self, batch: Any, live: Callable[[nn.Module], Live], *, first: bool = False) -> Live:
-        """One step on `batch`, real or fake, in the phases "forward", "backward" and "optimizer" of what `live` makes;
-        or the `first` micro-batch alone, whose gradients are new.
+    def take(self, batch: Any, live: Callable[[nn.Module], Live]) -> Live:
+        """One step on `batch`, real or fake, in the phases "forward", "backward" and "optimizer" of what `live` makes.
 
         Raises ValueError if the step asks for the values of tensors, or gives no loss.
         """
         with self._mode, OnCpu(), _quiet(), torch.enable_grad():
             batch = map_tensors(self._fake_input, batch)
-            counted = self._run(batch, live(self.module), first=first)
+            counted = self._run(batch, live(self.module))
             parameters = list(self.module.parameters())
             idle = [p for p in parameters if p in self.optimizer.state and p not in self._reached]
             for parameter in idle:  # the warm-up gave them what training never does
                 parameter.grad = None
                 self.optimizer.state.pop(parameter, None)
             if idle or any(p.grad is not None and p.grad.is_sparse for p in parameters):  # and the warm-up's are dense
-                counted = self._run(batch, live(self.module), first=first)
+                counted = self._run(batch, live(self.module))
         return counted
 
     def validate(self, batch: Any, live: Callable[[nn.Module], Live]) -> Live:
@@ -125,21 +124,21 @@ class FakeStep:
                 self.module.train()
         return counted
 
-    def _run(self, batch: Any, live: Live, *, first: bool) -> Live:
+    def _run(self, batch: Any, live: Live) -> Live:
         live.hold_training([self.optimizer])
         live.hold("inputs", batch)
         with live:
             live.enter("forward")
             loss = self._loss(batch)
             live.hold_activations()
-            if first or self._accumulate == 1:
+            if self._accumulate == 1:
                 self.optimizer.zero_grad()
             live.enter("backward")
             loss.backward()
             live.hold_gradients()
-            if not first:
-                live.enter("optimizer")
-                self._update()
+            live.enter("optimizer")
+            self._update()
+            del loss
         return live
 
     def _loss(self, batch: Any) -> Tensor:

@@ -21,9 +21,10 @@ from flash_train.planning.settings import Settings
 
 MARKS = (
     "~ not predicted, but on the polynomial through its neighbours; * more than the budget; allowance: what torch's "
-    "allocator takes beyond the peak, by a replay of its rules near the budget, elsewhere by a share of the peak"
+    "allocator takes beyond the peak, by a replay of its rules near the budget, elsewhere by a share of the peak; "
+    "uncut: rests of blocks that are too small for it to cut off"
 )
-PARTS = (*CATEGORIES, "cuBLAS", "allowance", "context")
+PARTS = (*CATEGORIES, "cuBLAS", "uncut", "allowance", "context")
 _COLUMNS = ("arm", "rows", "length", "needed_bytes", "peak_bytes", "predicted", "replayed", "fits", "phase",
             *(f"{part.replace(' ', '_')}_bytes" for part in PARTS))  # fmt: skip
 _LARGEST = 20

@@ -11,8 +11,6 @@ from flash_train.planning.settings import Settings
 
 Predict = Callable[[int, int], Prediction]
 """(rows, T) -> the prediction for one micro-batch of that size."""
-Reserve = Callable[[int, int, Prediction, int], int]
-"""(rows, T, the prediction, limit) -> bytes that torch's allocator takes for it of `limit`; more if it runs out."""
 Axis = Literal["length", "rows"]
 WORST, SEGMENTS = 0.4, 256 * MIB
 """A share of the peak, and bytes above that: torch's allocator may keep so much beyond it. On an H200 it was 40 % in
@@ -39,30 +37,29 @@ class ArmPlan:
     """One attention implementation's. A ValueError of the model or the attention is its `refusal`.
 
     `longest` is T with `rows` rows, `largest_batch` the rows of `length` tokens; None where not even the least fits.
-    Without `reserve` the allowance alone says what the allocator takes.
+    Of a prediction without a replay the allowance alone says what the allocator takes.
     """
 
-    def __init__(self, arm: str, predict: Predict, settings: Settings, reserve: Reserve | None = None) -> None:
+    def __init__(self, arm: str, predict: Predict, settings: Settings) -> None:
         self.arm = arm
         self.refusal: str | None = None
         self.longest: int | None = None
         self.largest_batch: int | None = None
         self._settings = settings
         self._predict = predict
-        self._reserve = reserve
         self._known: dict[tuple[int, int], Prediction] = {}
         self._replayed: dict[tuple[int, int], int] = {}
         rows, length = settings.rows, settings.length
         self._curves: dict[Axis, Curve] = {
-            "length": Curve(lambda T: self._estimated(rows, T), count=lambda T: self._needed(rows, T)),
-            "rows": Curve(lambda B: self._estimated(B, length), count=lambda B: self._needed(B, length)),
+            "length": Curve(lambda T: self._smooth(rows, T), count=lambda T: self._needed(rows, T)),
+            "rows": Curve(lambda B: self._smooth(B, length), count=lambda B: self._needed(B, length)),
         }
         budget, limit = settings.card.memory, settings.limit
-        try:
+        try:  # the first question about rows is that about T again
             self.longest = self._curves["length"].largest(
-                budget, step=settings.length_step, first=1024, limit=limit // settings.rows
+                budget, step=settings.length_step, first=length, limit=limit // rows
             )
-            self.largest_batch = self._curves["rows"].largest(budget, step=1, first=2, limit=limit // settings.length)
+            self.largest_batch = self._curves["rows"].largest(budget, step=1, first=rows, limit=limit // length)
         except ValueError as error:
             self.refusal = str(error)
 
@@ -75,10 +72,11 @@ class ArmPlan:
         """T = `size` tokens with the plan's rows, or `size` rows with the plan's tokens; nothing more is predicted."""
         curve = self._curves[axis]
         rows, length = (self._settings.rows, size) if axis == "length" else (size, self._settings.length)
-        replayed = self._replayed.get((rows, length))
-        needed = replayed or curve.points.get(size) or round(curve.estimate(size))
+        prediction, replayed = self._known.get((rows, length)), self._replayed.get((rows, length))
+        estimate = prediction.needed(self._settings.allowance) if prediction else round(curve.estimate(size))
+        needed = replayed or estimate
         fits = needed <= self._settings.card.memory
-        return Point(rows, length, needed, fits, self._known.get((rows, length)), replayed is not None)
+        return Point(rows, length, needed, fits, prediction, replayed is not None)
 
     def points(self, axis: Axis, sizes: Sequence[int] = ()) -> list[Point]:
         """Those of `sizes` and all that were predicted, in order."""
@@ -94,18 +92,20 @@ class ArmPlan:
             self._known[rows, length] = self._predict(rows, length)
         return self._known[rows, length]
 
-    def _estimated(self, rows: int, length: int) -> int:
-        return self.predict(rows, length).needed(self._settings.allowance)
+    def _smooth(self, rows: int, length: int) -> int:
+        """What lies on polynomials."""
+        prediction = self.predict(rows, length)
+        return round(prediction.smooth * (1 + self._settings.allowance)) + prediction.context
 
     def _needed(self, rows: int, length: int) -> int:
         """Replayed where it decides: where the peak alone fits, and what the allocator might take may be too much."""
         prediction, budget = self.predict(rows, length), self._settings.card.memory
         worst = prediction.needed(max(WORST, self._settings.allowance)) + SEGMENTS
-        if self._reserve is None or not prediction.needed(0) <= budget < worst:
-            return self._estimated(rows, length)
+        if prediction.replay is None or not prediction.needed(0) <= budget < worst:
+            return prediction.needed(self._settings.allowance)
         if (rows, length) not in self._replayed:
             outside = prediction.context + SPARE
-            reserved = self._reserve(rows, length, prediction, budget - outside)
+            reserved = prediction.replay.reserved(budget - outside)
             self._replayed[rows, length] = max(reserved, prediction.peak) + outside
         return self._replayed[rows, length]
 

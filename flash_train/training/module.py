@@ -18,6 +18,7 @@ from flash_train.training.evaluation import Score, score_sources, total_score
 from flash_train.training.groups import check_groups
 from flash_train.training.master_weights import AdamWWithMasters
 from flash_train.training.plain import require_plain
+from flash_train.training.resumed_optimizer import follow_rates, keep_options
 from flash_train.training.steps import is_log_step
 
 __all__ = ["LanguageModel"]
@@ -42,7 +43,8 @@ class LanguageModel(LightningModule):
 
     Args:
         optimizer: makes the optimizer from the module, for instance a partial of `optimizer.adamw`. When it is made,
-            a parameter that is in none of its groups, or in several, is a ValueError that names it.
+            a parameter that is in none of its groups, or in several, is a ValueError that names it. A resumed run takes
+            its state from the checkpoint, and its options from here; other groups are a ValueError.
         schedule: makes a scheduler, stepped once per optimizer step, from that optimizer.
         gradient_clip: largest gradient norm, None to leave gradients alone. Not the Trainer's argument of that name,
             which refuses a fused AdamW under mixed precision.
@@ -108,6 +110,8 @@ class LanguageModel(LightningModule):
 
     def on_train_start(self) -> None:
         self._losses = []
+        for config in self.trainer.lr_scheduler_configs:
+            follow_rates(config.scheduler)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         loss = self._cross_entropy(batch, "mean")
@@ -118,6 +122,7 @@ class LanguageModel(LightningModule):
     def configure_optimizers(self) -> Any:
         optimizer = self._make_optimizer(self.model)
         check_groups(self.model, optimizer.param_groups)
+        keep_options(optimizer, self.model)
         if isinstance(optimizer, AdamWWithMasters):
             parameters = dict(self.model.named_parameters())
             optimizer.begin_from({parameters[name]: values for name, values in self._unrounded.items()})

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
+from wandb.errors import CommError
 
 from flash_train.commands.run import judge
 from flash_train.commands.train import main
@@ -180,6 +181,15 @@ def test_the_death_of_the_process_of_wandb_ends_a_run_in_words_and_leaves_its_re
     assert answer.code == 1 and "Traceback" not in answer.err
     assert "flash-train: a connection broke (Connection lost), as when wandb's own process dies; resume" in answer.err
     assert result(tmp_path / "run")["status"] == "failed" and last_checkpoint(tmp_path / "run")["global_step"] == 1
+
+
+def test_a_wandb_that_cannot_be_reached_when_a_run_begins_is_told_with_the_way_out() -> None:
+    ending = judge(CommError("Failed to get resume status for run 1: context deadline exceeded"))
+    assert (ending.status, ending.code, ending.surprising) == ("failed", 2, False)
+    assert ending.error == (
+        "wandb cannot be reached (Failed to get resume status for run 1: context deadline exceeded); "
+        "loggers.wandb.offline=true keeps it all for wandb sync, loggers=csv does without"
+    )
 
 
 def test_training_goes_on_and_ends_when_wandb_is_gone_and_keeps_what_was_not_sent(tmp_path: Path, cache: str) -> None:

@@ -176,6 +176,7 @@ def test_a_run_is_continued_in_its_folder_with_its_wandb_id(command: Command, tm
         ("vocabulary_size=300", 2, "does not fit this model and data: size mismatch"),
         ("data.separate_documents=true", 2, "where separate_documents is False, and now it is True"),
         ("data.seed=5", 2, "use the checkpoint's text and data.seed"),
+        ("optimizer=muon", 2, "training.optimizer.adamw, and now it is flash_train.training.optimizer.muon; leave it"),
     ],
 )
 def test_a_run_that_cannot_go_on_keeps_what_it_had(

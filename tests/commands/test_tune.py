@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flash_train.commands.tune import _steepest, main
+from flash_train.commands.tune import _smoothed, _steepest, _undone, main
 from flash_train.models.gpt import GPT
 from tests.commands.conftest import Command
 
@@ -17,6 +17,20 @@ SMALL = ("recipes=overfit_tiny", "model.depth=1", "data.sequence_length=33", "hy
 def test_the_rate_where_the_loss_falls_fastest_by_factors_is_found() -> None:
     rates = [10 ** (-6 + step / 10) for step in range(60)]
     assert _steepest([(rate, -math.tanh(math.log10(rate / 1e-3))) for rate in rates]) == pytest.approx(1e-3)
+
+
+def test_the_lowest_loss_is_where_it_was_and_not_where_a_running_mean_reaches_it() -> None:
+    """Lightning's mean of the last fifty steps, in which the rate grows a thousandfold here."""
+    rates = [10 ** (-7 + 7 * step / 99) for step in range(100)]
+    losses = [3 + 2 * math.tanh(abs(math.log10(rate / 4e-3))) for rate in rates]
+    mean, means = 0.0, []
+    for step, loss in enumerate(losses, 1):
+        mean = 0.98 * mean + 0.02 * loss
+        means.append(mean / (1 - 0.98 ** (step + 1)))
+    assert means[-1] < means[59], "it is still falling long after the loss has risen"
+    curve = list(zip(rates, _smoothed(_undone([*means, math.nan])), strict=False))
+    assert min(curve, key=lambda point: point[1])[0] == pytest.approx(4e-3, rel=0.2)
+    assert _steepest(curve) == pytest.approx(2e-3, rel=0.5)
 
 
 @pytest.mark.parametrize("accumulated", [(), ("batch_tokens=264",)])

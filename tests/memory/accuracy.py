@@ -65,8 +65,7 @@ def predict(point: Point, device: str, card: Card | None) -> Outcome:
         return Outcome(point, "not run", message=str(error))
     except Exception as error:
         return Outcome(point, "failed", message=f"not predicted: {_first_line(error)}")
-    phases = {name: peak.size + found.cublas for name, peak in found.phases.items()}
-    return Outcome(point, "predicted", found.peak, predicted_phases=phases, message="it was not its turn yet")
+    return Outcome(point, "predicted", found.peak, predicted_phases=found.allocated, message="it was not its turn yet")
 
 
 def measure(point: Point, device: str, ready: Callable[[], Any]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from flash_train.memory.cards import CARDS, GIB
 from flash_train.memory.fakes import Fakes
 from flash_train.memory.live import LiveBytes
 from flash_train.memory.predict import Predictor, predict_peak
+from flash_train.memory.step import FakeStep
 from flash_train.models.gpt import GPT
 from flash_train.modules.attention import SelfAttention
 from flash_train.training.module import LanguageModel
@@ -76,7 +77,7 @@ def h200_runs() -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("row", h200_runs(), ids=lambda row: f"{row['arm']}-{row['length']}")
-def test_on_an_h200_every_phase_above_a_gibibyte_was_within_one_per_cent(row: dict[str, str]) -> None:
+def test_on_an_h200_every_phase_above_a_gibibyte_was_within_a_fifth_of_a_per_cent(row: dict[str, str]) -> None:
     length = int(row["length"])
     rows = 16384 // length
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -88,10 +89,10 @@ def test_on_an_h200_every_phase_above_a_gibibyte_was_within_one_per_cent(row: di
     if row["status"] == "oom":
         assert predicted.needed(0.0) > CARDS["h200"].memory
         return
-    for phase, peak in predicted.phases.items():
+    for phase, size in predicted.allocated.items():
         measured = int(row[f"{phase}_peak_allocated_bytes"])
-        assert peak.size + predicted.cublas == pytest.approx(measured, rel=0.007), phase
-    assert predicted.peak == pytest.approx(int(row["peak_allocated_bytes"]), rel=0.001)
+        assert size == pytest.approx(measured, rel=0.002), phase
+    assert predicted.peak == pytest.approx(int(row["peak_allocated_bytes"]), rel=0.0003)
 
 
 @pytest.mark.parametrize(
@@ -204,11 +205,21 @@ def test_a_compiled_model_is_predicted_as_an_eager_one() -> None:
     assert predict_peak(module, tokens(), optimizer=adam, precision="bf16-mixed").peak == eager
 
 
+def test_a_prediction_and_all_that_it_is_asked_takes_one_fake_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[Any] = []
+    run = FakeStep._run
+    monkeypatch.setattr(FakeStep, "_run", lambda self, batch, live: (steps.append(batch), run(self, batch, live))[1])
+    predicted = predict_peak(Language("flash"), tokens(), optimizer=adam, accumulate=4)
+    assert predicted.replay is not None and predicted.replay.reserved() >= predicted.peak >= predicted.smooth
+    assert len(steps) == 1
+
+
 def test_a_card_s_share_and_the_peak_add_up() -> None:
     predicted = predict_peak(Language("sdpa"), tokens(), optimizer=adam, precision="bf16-mixed", card=CARDS["h200"])
     assert sum(predicted.categories.values()) == predicted.peak
     assert predicted.rounding > 0
-    assert predicted.needed(0.04) == round(predicted.peak * 1.04) + predicted.context
+    assert predicted.needed(0.04) == round(predicted.smooth * 1.04) + predicted.context
+    assert predicted.needed(0) == predicted.peak + predicted.context
     assert CARDS["h200"].memory > 139 * GIB
 
 

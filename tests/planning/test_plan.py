@@ -2,8 +2,9 @@
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -67,24 +68,33 @@ def test_the_longest_t_and_the_largest_batch_fit_and_the_next_do_not(arm: str) -
 
     assert fits(2, plan.longest) and not fits(2, plan.longest + 64)
     assert fits(plan.largest_batch, 1024) and not fits(plan.largest_batch + 1, 1024)
-    assert plan.questions <= 16
+    assert plan.questions <= 9, "a fake step each, and nothing for (2, 1024), where both searches begin"
 
 
 def test_near_the_budget_what_the_allocator_takes_decides_and_stands_for_the_allowance() -> None:
-    asked, limits, predict = settings(), set(), made_up("flash")
+    asked, limits, made = settings(), set(), made_up("flash")
 
-    def reserve(rows: int, length: int, prediction: Prediction, limit: int) -> int:
-        limits.add(limit)
-        return round(1.1 * prediction.peak)
+    class Replay:
+        def __init__(self, peak: int) -> None:
+            self.allocated = {"forward": peak + 30 * MIB}
+
+        def reserved(self, limit: int) -> int:
+            limits.add(limit)
+            return round(1.1 * self.allocated["forward"])
+
+    def predict(rows: int, length: int) -> Prediction:
+        prediction, replay = made(rows, length), cast(Any, Replay(made(rows, length).peak))
+        return replace(prediction, replay=replay)
 
     def fits(length: int) -> bool:
         return round(1.1 * predict(2, length).peak) + 618 * MIB + SPARE <= 24 * GIB
 
-    plan = ArmPlan("flash", predict, asked, reserve)
+    plan = ArmPlan("flash", predict, asked)
     assert plan.longest and fits(plan.longest) and not fits(plan.longest + 64)
     assert limits == {24 * GIB - 618 * MIB - SPARE}
     top = plan.top()
     assert top.replayed and top.prediction and not plan.point("length", 1024).replayed
+    assert parts_of(top)["uncut"] == 30 * MIB
     assert parts_of(top)["allowance"] == round(1.1 * top.prediction.peak) - top.prediction.peak + SPARE
     assert sum(parts_of(top).values()) == top.needed
 

@@ -9,9 +9,10 @@ import torch._dynamo.testing
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 from torch.nn import functional
-from toy_training import BATCHES_PER_EPOCH, B, RecordingLogger, T, ToyData, ToyModel, batch, language_model, trainer
+from toy_training import BATCHES_PER_EPOCH, B, RecordingLogger, T, ToyData, ToyModel, V, batch, language_model, trainer
 
 from flash_train.models.gpt import GPT
+from flash_train.training.averaging import EMA
 from flash_train.training.module import LanguageModel
 from flash_train.training.optimizer import adamw
 
@@ -160,6 +161,26 @@ def test_a_compiled_model_keeps_the_names_of_its_weights(tmp_path: Path, monkeyp
         trainer(tmp_path, max_steps=2, limit_val_batches=0).fit(module, ToyData())
     assert graphs.frame_count == 1
     torch.testing.assert_close(compiled.state_dict(), plain.state_dict())
+
+
+def test_a_run_compiles_one_graph_to_train_and_one_to_validate_and_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With new documents in each batch, accumulation, an average and a loss in chunks; a graph break is an error."""
+    torch.compiler.reset()
+    graphs = torch._dynamo.testing.CompileCounter()
+    monkeypatch.setattr(torch, "compile", lambda f, **_: torch._dynamo.optimize(graphs, nopython=True)(f))
+
+    class Packed(ToyData):
+        def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+            return {**batch, "documents": (batch["inputs"] < 3).cumsum(1)}
+
+    sizes: dict[str, Any] = {"vocabulary_size": V, "context_length": T, "width": 8, "depth": 2, "heads": 2}
+    model = GPT(**sizes, dropout=0.1, attention_dropout=0.1, checkpointing="selective", checkpoint_every=2)
+    module = LanguageModel(model, optimizer=partial(adamw, lr=0.01), compile=True, loss_chunk_rows=4)
+    often = {"val_check_interval": 3, "check_val_every_n_epoch": None, "accumulate_grad_batches": 2}
+    trainer(tmp_path, EMA(), max_steps=9, precision="bf16-mixed", **often).fit(module, Packed())
+    assert module.scores and graphs.frame_count == 2
 
 
 def test_the_norm_of_bf16_gradients_is_measured_in_fp32_and_clips_them(tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ from toy_training import RecordingLogger, ToyData, language_model, trainer
 from flash_train.training.checkpoint import Checkpoint
 from flash_train.training.history import LossHistory
 from flash_train.training.module import LanguageModel
-from flash_train.training.optimizer import muon
+from flash_train.training.optimizer import adamw, muon
 from flash_train.training.resume import checkpoint_files, find_checkpoint, read_header
-from flash_train.training.schedule import warmup_stable_decay
+from flash_train.training.schedule import warmup_cosine_factor, warmup_stable_decay
 from tests.training.endings import same
 
 
@@ -66,6 +66,49 @@ def test_two_optimizers_in_one_and_a_decay_at_the_end_resume_as_exactly(tmp_path
     fit(tmp_path / "parts", module=module(), max_steps=6)
     fit(tmp_path / "parts", module=module(), max_steps=10, ckpt_path=find_checkpoint(tmp_path / "parts"))
     assert same(contents(tmp_path / "parts"), contents(tmp_path / "whole"))
+
+
+def groups(folder: Path) -> list[dict[str, Any]]:
+    return torch.load(find_checkpoint(folder), weights_only=True)["optimizer_states"][0]["param_groups"]
+
+
+@pytest.mark.parametrize("scheduled", [True, False])
+def test_a_resumed_run_learns_at_the_rate_and_with_the_decay_that_it_is_given(tmp_path: Path, scheduled: bool) -> None:
+    """From its first step on; what a checkpoint brings is the state."""
+
+    def module(**options: Any) -> LanguageModel:
+        schedule: dict[str, Any] = {} if scheduled else {"schedule": None}
+        return language_model(optimizer=partial(adamw, **options), **schedule)
+
+    log = RecordingLogger()
+    fit(tmp_path, module=module(lr=0.05), max_steps=6, logger=log)
+    options = {"lr": 0.0125, "weight_decay": 0.3, "betas": (0.8, 0.9)}
+    fit(tmp_path, module=module(**options), max_steps=10, ckpt_path=find_checkpoint(tmp_path), logger=log)
+    rates = [row["train/learning_rate"] for _, row in log.rows if "train/learning_rate" in row]
+    factor = partial(warmup_cosine_factor, warmup_steps=2, total_steps=10, floor=0.1)
+    factors = [factor(step) if scheduled else 1.0 for step in range(10)]
+    peaks = [0.05] * 6 + [0.0125] * 4
+    assert rates == pytest.approx([peak * factor for peak, factor in zip(peaks, factors, strict=True)])
+    assert [group["weight_decay"] for group in groups(tmp_path)] == [0.3, 0.0]
+    assert all(group["betas"] == (0.8, 0.9) for group in groups(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        # As many in each group as before, so that torch would take the state of one parameter for another's.
+        ({"decay": ["head.bias"], "no_decay": ["head.weight"]}, "head.bias was in group 1, and now it is in group 0"),
+        ({"no_decay": ["head.weight"]}, "head.weight was in group 0, and now it is in group 1"),
+        ({"decay": ["head.bias"]}, "head.bias was in group 1, and now it is in group 0"),
+    ],
+)
+def test_a_run_whose_parameters_are_grouped_in_another_way_is_not_resumed(
+    tmp_path: Path, options: dict[str, Any], text: str
+) -> None:
+    fit(tmp_path, max_steps=2)
+    other = language_model(optimizer=partial(adamw, lr=0.05, **options))
+    with pytest.raises(ValueError, match=text):
+        fit(tmp_path, module=other, ckpt_path=find_checkpoint(tmp_path))
 
 
 class Trip(Callback):

@@ -2,14 +2,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
-from toy_training import RecordingLogger, ToyData, ToyModel, trainer
+from toy_training import B, RecordingLogger, T, ToyData, ToyModel, V, trainer
 
 from flash_train.training.averaging import EMA
 from flash_train.training.checkpoint import Checkpoint
+from flash_train.training.data import TokenShards
 from flash_train.training.guard import NonFiniteGuard
 from flash_train.training.history import LossHistory
 from flash_train.training.module import LanguageModel
@@ -48,6 +50,28 @@ class NoWaiting(Callback):
 def test_between_log_steps_nothing_waits_for_the_device(tmp_path: Path) -> None:
     watchers = (ProgressBar(), LossHistory(), NonFiniteGuard(), EMA(), NoWaiting())
     fit(tmp_path, *watchers, precision="bf16-mixed", enable_progress_bar=True, logger=RecordingLogger())
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
+@pytest.mark.filterwarnings("ignore:You have overridden `on_before_batch_transfer`")  # which is what is meant
+@pytest.mark.parametrize("workers", [0, 1])
+def test_batches_are_copied_from_pinned_memory_and_nobody_waits_for_them(tmp_path: Path, workers: int) -> None:
+    pinned: list[bool] = []
+
+    class Look(LanguageModel):
+        def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            pinned.extend(tensor.is_pinned() for tensor in batch.values())
+            return batch
+
+    for name in ("train.bin", "val.bin"):
+        (np.arange(2000) % V).astype("uint16").tofile(tmp_path / name)
+    data = TokenShards(
+        paths=str(tmp_path), vocabulary_size=V, sequence_length=T, batch_size=B, workers=workers, cache_dir=tmp_path
+    )
+    options: dict[str, Any] = {"accelerator": "cuda", "devices": 1, "limit_val_batches": 0, "log_every_n_steps": 4}
+    run = trainer(tmp_path, NoWaiting(), max_steps=12, **options)
+    run.fit(Look(ToyModel(), optimizer=partial(adamw, lr=0.01)), data)
+    assert len(pinned) >= 24 and all(pinned)
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])

@@ -6,6 +6,7 @@ ours also says, where llm.c has zeros, the vocabulary's size and the tokens' sha
 
 import hashlib
 import json
+import logging
 import os
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -21,6 +22,8 @@ import numpy as np
 from flash_train.training.data.documents import BLOCK_BYTES
 from flash_train.training.data.store import Tokens, write_whole
 
+log = logging.getLogger(__name__)
+
 HEADER_BYTES = 1024
 VERSIONS = {20240520: (1, "uint16"), 20240801: (7, "uint32")}  # by magic
 _MAGICS = {dtype: (magic, version) for magic, (version, dtype) in VERSIONS.items()}
@@ -28,6 +31,7 @@ _MAGICS = {dtype: (magic, version) for magic, (version, dtype) in VERSIONS.items
 _MARK, _VOCABULARY, _SHA256 = 3, 4, 8
 _MARKED = int.from_bytes(b"FLSH", "little")
 _MOST_TOKENS = 2**31 - 1  # llm.c counts in int32
+_LONG = 2**30  # bytes; to read more takes so long that it is said
 
 
 def shard_dtype(vocabulary_size: int) -> str:
@@ -157,29 +161,34 @@ def _found_out(beginning: bytes, vocabulary_size: int | None) -> str:
 def check_tokens(shard: Shard, *, vocabulary_size: int, folder: Path) -> Shard:
     """The shard with the sha256 of its tokens, all of which are below `vocabulary_size`.
 
-    A shard of ours says so itself. Another file is read once, and what was found is remembered in `folder` for as
-    long as its size and time stay the same. Raises ValueError for a token that is too large.
+    The file is read once, and what was found is remembered in `folder` for as long as its size and time stay the same.
+    Raises ValueError for a token that is too large, and for other tokens than those of the header's sha256.
     """
     tokens = shard.tokens
-    if shard.sha256 is None:
-        status = tokens.path.stat()
-        seen = f"{tokens.path.resolve()} {status.st_size} {status.st_mtime_ns} {tokens.dtype} {tokens.start}"
-        memory = folder / f"seen_{hashlib.sha256(seen.encode()).hexdigest()[:32]}.json"
-        try:
-            found = json.loads(memory.read_text())
-        except (OSError, ValueError):
-            found = _read_through(tokens)
-            with suppress(OSError):  # what cannot be remembered is read again
-                folder.mkdir(parents=True, exist_ok=True)
-                write_whole(memory, json.dumps(found))
-        shard = Shard(tokens, found["largest"] + 1, found["sha256"])
     if (shard.vocabulary_size or 0) > vocabulary_size:
         raise _too_large(tokens, vocabulary_size)
-    return Shard(tokens, vocabulary_size, shard.sha256)
+    status = tokens.path.stat()
+    seen = f"{tokens.path.resolve()} {status.st_size} {status.st_mtime_ns} {tokens.dtype} {tokens.start}"
+    memory = folder / f"seen_{hashlib.sha256(seen.encode()).hexdigest()[:32]}.json"
+    try:
+        found = json.loads(memory.read_text())
+    except (OSError, ValueError):
+        found = _read_through(tokens)
+        with suppress(OSError):  # what cannot be remembered is read again
+            folder.mkdir(parents=True, exist_ok=True)
+            write_whole(memory, json.dumps(found))
+    if shard.sha256 not in (None, found["sha256"]):
+        raise ValueError(f"the tokens of a file must have the sha256 of its header, {tokens.path} has another: it was "
+                         "damaged; copy or prepare it again")  # fmt: skip
+    if found["largest"] >= vocabulary_size:
+        raise _too_large(tokens, vocabulary_size)
+    return Shard(tokens, vocabulary_size, found["sha256"])
 
 
 def _read_through(tokens: Tokens) -> dict[str, Any]:
-    digest, largest = hashlib.sha256(), 0
+    digest, largest, size = hashlib.sha256(), 0, tokens.array.nbytes
+    if size > _LONG:
+        log.warning("reads %s (%.1f GiB) through once, to check it", tokens.path, size / 2**30)
     for first in range(0, len(tokens), BLOCK_BYTES):
         block = tokens.array[first : first + BLOCK_BYTES]
         largest = max(largest, int(block.max()))

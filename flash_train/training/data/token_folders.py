@@ -52,14 +52,14 @@ def open_folder(path: Path, told: Told, *, cache: Path) -> TokenFolder:
     if not path.is_dir():
         raise ValueError(f"paths must be folders of token files, {path} is none; make one with flash-prepare")
     if (path / DATASET).is_file():
-        return _prepared(path)
+        return _prepared(path, cache)
     if (path / PLAN).is_file():
         raise ValueError(f"{path} is half prepared: the preparation was broken off; run flash-prepare again, "
                          "it goes on where it stopped")  # fmt: skip
     return _foreign(path, told, cache)
 
 
-def _prepared(path: Path) -> TokenFolder:
+def _prepared(path: Path, cache: Path) -> TokenFolder:
     try:
         dataset: dict[str, Any] = json.loads((path / DATASET).read_text())
         tokenizer = tokenizer_from_file(path / TOKENIZER, dataset["separator_name"])
@@ -74,6 +74,7 @@ def _prepared(path: Path) -> TokenFolder:
         for (file, sha256), shard in zip(parts, shards, strict=True):
             if shard.sha256 != sha256:
                 raise ValueError(f"a shard must be the one that {DATASET} names, {file} is another; prepare it again")
+            check_tokens(shard, vocabulary_size=size, folder=cache)
         streams[split] = Shards(tuple(shard.tokens for shard in shards), size)
     hashes = {split: [sha256 for _, sha256 in parts] for split, parts in files.items()}
     return TokenFolder(

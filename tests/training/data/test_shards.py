@@ -98,6 +98,16 @@ def test_a_token_outside_the_vocabulary_is_found_before_training_and_a_file_read
         check_tokens(open_shard(shard(tmp_path / "own.bin", TOKENS[:9])), vocabulary_size=40, folder=cache)
 
 
+def test_a_shard_with_another_token_than_it_was_written_with_is_refused_before_training(tmp_path: Path):
+    file, cache = shard(tmp_path / "own.bin"), tmp_path / "cache"
+    check_tokens(open_shard(file), vocabulary_size=50, folder=cache)
+    content = bytearray(file.read_bytes())
+    content[1024 + 2 * 30] ^= 1  # a token of the vocabulary, too
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=r"the sha256 of its header, .*own\.bin has another: .* prepare it again"):
+        check_tokens(open_shard(file), vocabulary_size=50, folder=cache)
+
+
 def test_several_files_are_one_stream(tmp_path: Path):
     parts = [shard(tmp_path / f"{n}.bin", part) for n, part in enumerate(np.array_split(TOKENS, 5))]
     stream = Shards(tuple(open_shard(part).tokens for part in parts), 50)

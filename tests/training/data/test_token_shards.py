@@ -186,6 +186,10 @@ def test_a_shard_that_is_missing_cut_short_or_another_is_named(folders: Any, tmp
         (lambda file, other: file.unlink(), r"readable, .*train_000000\.bin is not \(No such file"),
         (lambda file, other: os.truncate(file, file.stat().st_size - 2), r"train_000000\.bin is of .* was cut short"),
         (lambda file, other: file.write_bytes(other.read_bytes()), r"that dataset\.json names, .*0\.bin is another"),
+        (
+            lambda file, other: file.write_bytes(file.read_bytes()[:-2] + b"\1\0"),
+            r"header, .*0\.bin has another: it was",
+        ),
     ):
         copy = tmp_path / words[-9:]
         copy.mkdir()
