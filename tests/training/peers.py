@@ -190,6 +190,7 @@ def transformers_gpt(run: Run) -> nn.Module:
         parts = [names.get(part, part) for part in name.split(".")]
         found[".".join(parts)] = weight.T if parts[-2].startswith("c_") else weight
     model = GPT2LMHeadModel(config)
+    model.loss_type = "ForCausalLM"  # its default, but a warning that it is would break the compiled graph
     missing, unknown = model.transformer.load_state_dict(found, strict=False)
     assert not unknown and all(name.endswith(".bias") for name in missing), (missing, unknown)
     return model
