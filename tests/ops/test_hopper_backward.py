@@ -11,7 +11,7 @@ import torch
 from flash_train.ops import choice
 from flash_train.ops.attention import Mask, Score, flash_attention_with_lse
 from flash_train.ops.features import UNBOUNDED, Terms
-from flash_train.ops.kernels.hopper import backward, backward_wide, copies, derivative, places, rows, shares
+from flash_train.ops.kernels.hopper import backward, backward_wide, copies, derivative, places, rows, shares, tables
 from flash_train.ops.kernels.hopper.backward import hopper_backward_kernel
 from flash_train.ops.kernels.hopper.backward_fetch import Numbers
 from flash_train.ops.kernels.hopper.backward_wide import hopper_wide_backward_kernel
@@ -129,6 +129,24 @@ def test_programs_wait_for_those_with_earlier_keys_which_have_earlier_numbers(D,
     torch.manual_seed(0)
     q, k, v = torch.randn(1, 4, 300, D), torch.randn(1, 2, 290, D), torch.randn(1, 2, 290, D)
     check_on_the_cpu(q, k, v, mask, 0.2, monkeypatch, deterministic=True)
+
+
+@pytest.mark.parametrize("enough", [1, 10])
+@pytest.mark.parametrize("D", [64, 256])
+def test_programs_that_share_a_key_heads_queries_have_the_gradients_together(D, enough, monkeypatch):
+    monkeypatch.setattr(tables, "ENOUGH", enough)
+    torch.manual_seed(0)
+    q, k, v = torch.randn(1, 12, 140, D), torch.randn(1, 2, 150, D), torch.randn(1, 2, 150, D)
+    check_on_the_cpu(q, k, v, Mask(causal=True), 0.2, monkeypatch, deterministic=True)
+
+
+def test_a_group_is_split_under_a_mask_into_the_fewest_programs_that_are_enough():
+    def split(programs, group, **bounds):
+        return tables.programs_a_head(programs, group, Terms(1.0, **bounds))
+
+    assert [split(128, group, right=0) for group in (1, 4, 6, 32)] == [1, 4, 6, 8]
+    assert [split(programs, 8, left=100) for programs in (1, 256, 511, 512, 1024)] == [8, 4, 4, 2, 1]
+    assert split(1, 32) == 1
 
 
 @pytest.mark.parametrize(("D", "E"), [(64, 40), (24, 128), (192, 256)])

@@ -22,12 +22,13 @@ from tests.ops.test_hopper_ahead import tile
 
 MASKS = ["full", "causal", "window"]
 SPILLED = {
-    64: ((128, 184, 232), (820, 848, 904)),
-    128: ((84, 104, 88), (252, 276, 328)),
-    256: ((220, 232, 252), (216, 232, 252)),
+    64: ((128, 184, 232), (820, 848, 904), (260, 252, 308)),
+    128: ((84, 104, 88), (252, 276, 328), (180, 188, 204)),
+    256: ((204, 228, 244), (200, 228, 244), (880, 900, 912)),
 }
-"""Bytes a thread of full, causal and window, without and with a soft cap, Triton 3.6.0 and 3.7.1, the larger. Without
-one they are addresses and bounds, written before the loop: a step of width 64 reads some 15 of them again."""
+"""Bytes a thread of full, causal and window: plain, with a soft cap, with documents; Triton 3.6.0 and 3.7.1, the
+larger. Without a soft cap they are addresses and bounds, written before the loop: a step of width 64 reads some 15 of
+them again."""
 TARGET = GPUTarget("cuda", 90, 32)
 
 
@@ -52,13 +53,15 @@ def backward(mask: str, W: int, dtype: str = "bf16", soft_cap: bool = False, doc
 
 
 @pytest.mark.parametrize("W", BACKWARD)
-@pytest.mark.parametrize("soft_cap", [False, True], ids=["", "soft cap"])
+@pytest.mark.parametrize("what", ["plain", "soft cap", "documents"])
 @pytest.mark.parametrize("mask", MASKS)
-def test_the_backward_compiles_with_few_spills_and_no_product_that_waits(mask, soft_cap, W):
-    kernel = backward(mask, W, dtype="fp16" if mask == "window" else "bf16", soft_cap=soft_cap)
+def test_the_backward_compiles_with_few_spills_and_no_product_that_waits(mask, what, W):
+    dtype = "fp16" if mask == "window" else "bf16"
+    kernel = backward(mask, W, dtype, soft_cap=what == "soft cap", documents=what == "documents")
     said = verdict(kernel)
     assert kernel.metadata.shared <= SHARED_BYTES
-    assert said.spilled <= SPILLED[W][soft_cap][MASKS.index(mask)] and said.warnings == []
+    most = SPILLED[W][("plain", "soft cap", "documents").index(what)][MASKS.index(mask)]
+    assert said.spilled <= most and said.warnings == []
     assert "setmaxnreg" in kernel.asm["ptx"], "no registers move from the producer to the consumers"
 
 
