@@ -11,13 +11,20 @@ from torch import Tensor
 
 from flash_train.ops.choice import HOPPER
 from flash_train.ops.features import Terms
+from flash_train.ops.kernels.hopper.tables import BACKWARD, FORWARD, programs_a_head, tile_width
 from flash_train.ops.tiled import default_tile
 
 
 def forward_workspace(capability: tuple[int, int] | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> int:
-    """Bytes that `attention` holds while it runs beside its results: on a CPU a step of tiles, on a GPU nothing."""
+    """Bytes that `attention` holds while it runs beside its results: on a CPU a step of tiles, on a GPU nothing, or,
+    Hopper, of documents the first rows of values, and what lies before them and the output."""
     if capability is not None:
-        return 0
+        terms = Terms(*rest)
+        if not _on_hopper(capability, q, terms) or terms.bounds is None:
+            return 0
+        (B, G, _, E), H = v.shape, q.shape[1]
+        rows = FORWARD[tile_width(max(q.shape[-1], E))].block_s
+        return 2 * E * (rows * (B * G + 1) + 64 * H)
     queries, keys, scores, several = _tiles(q, k)
     D, E = q.shape[-1], v.shape[-1]
     return 4 * (queries * (D + E + 5) + max(queries * E, keys * max(D, E)) + scores * (1 + several))
@@ -40,8 +47,9 @@ def backward_workspace(
 
     On a CPU delta, the log-sum-exp without infinities, and the tiles; gradients in fp32 where they end as halves.
     Triton: one fp32 number for each row of scores, delta. Hopper: 16 bf16 numbers, in whole tiles of at most 128 rows,
-    dQ's sums in fp32, in whole octets of rows, and a count for 64 rows; what it does not take runs on Triton, with
-    less.
+    dQ's sums in fp32, in whole octets of rows, and a count for 64 rows; of grouped heads, dK and dV of each program
+    that shares a key head; of documents a count for each row, the first rows of the inputs, and what lies before them
+    and the results. What it does not take runs on Triton, with less.
     """
     B, H, T, D = q.shape
     terms = Terms(*rest[5:])
@@ -54,7 +62,19 @@ def backward_workspace(
         tiles += 3 * scores if several else 2 * scores + keys * max(D, E)
         wide = q.numel() + k.numel() + v.numel() if half else 0  # fp32 sums, which the results follow at the end
         return 4 * 2 * B * H * T + max(4 * tiles + 2 * wide, 4 * wide)
-    if capability == HOPPER and half and terms.implementation in ("flash", "hopper"):
-        rows = -(-T // 128) * 128
-        return B * H * (4 * D * (-(-T // 8) * 8) + 32 * rows + 4 * rows // 64)
-    return 4 * B * H * T
+    if not _on_hopper(capability, q, terms):
+        return 4 * B * H * T
+    G, S, E = rest[1].shape[1:]
+    row = BACKWARD[tile_width(max(D, E))]
+    split = programs_a_head(-(-S // row.block_s) * B * G, H // G, terms)
+    rows = -(-T // 128) * 128
+    own = B * H * (4 * D * (-(-T // 8) * 8) + 32 * rows) + (2 * B * G * split * S * (D + E) if split > 1 else 0)
+    if terms.bounds is None:
+        return own + 4 * B * H * rows // 64
+    first = 2 * (D + E) * (row.block_t * (B * H + 1) + 64 * (B * G + 1))
+    return own + 4 * B * H * T + first + 2 * 64 * (2 * D + D + D + E) + 32 * 128
+
+
+def _on_hopper(capability: tuple[int, int], q: Tensor, terms: Terms) -> bool:
+    half = q.dtype in (torch.float16, torch.bfloat16)
+    return capability == HOPPER and half and terms.implementation in ("flash", "hopper")

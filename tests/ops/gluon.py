@@ -5,9 +5,11 @@ tensor and leaves out what would be written there. Products end where they begin
 nothing: of those a GPU alone can tell.
 """
 
+import math
 import sys
 import threading
 import types
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from triton.language import constexpr
 
 from flash_train.ops.kernels.hopper import shim
 
-TIMEOUT = 20.0
+TIMEOUT = 10.0
 """Seconds after which a wait is a deadlock."""
 
 
@@ -70,13 +72,35 @@ class Descriptor:
     """A tensor, as a kernel sees its descriptor."""
 
     def __init__(self, x: Any) -> None:
-        self.x, self.block = x.base.as_strided(x.shape, x.strides), x.block_shape
-        self.dtype, self.layout = x.base.dtype, None
-        self.block_type = types.SimpleNamespace(nbytes=x.base.element_size() * torch.Size(self.block).numel())
+        base = x.base
+        if isinstance(base, shim.Before):
+            (B, H, T, rows, D), (b, h, t, again, d) = x.shape, x.strides
+            assert (B, H, T - 1, D) == base.x.shape and (b, h, t, d) == base.x.stride() and t == again
+            assert rows == base.rows <= base.x.storage_offset() // t, "there is other memory before it"
+            self.x, self.before = base.x, rows
+        elif len(x.shape) == 5:
+            self.x, self.before = base, 0
+        else:
+            self.x = base.as_strided(x.shape, x.strides)
+        self.block_shape, self.dtype, self.layout = x.block_shape, base.dtype, None
+        self.block_type = types.SimpleNamespace(nbytes=self.x.element_size() * torch.Size(self.block_shape).numel())
 
-    def inside(self, at: list[int]) -> tuple[Tensor, tuple[slice, ...]]:
+    def inside(self, at: Sequence[int]) -> tuple[Tensor, tuple[slice, ...]]:
         """(the part of the block that the tensor has, where in the block that is)"""
-        sizes = [max(0, min(b, n - i)) for b, n, i in zip(self.block, self.x.shape, at, strict=True)]
+        if len(at) == 5:
+            b, h, start, skipped, column = at
+            rows = self.block_shape[3]
+            stop = start + rows - self.before
+            assert 0 <= start and 0 <= skipped <= rows and (stop <= self.x.shape[2] or skipped == rows)
+            here, (_, _, _, columns) = self._inside(
+                [b, h, stop - rows + skipped, column], [1, 1, rows - skipped, self.block_shape[4]]
+            )
+            return here[:, :, None], (slice(0, 1), slice(0, 1), slice(0, 1), slice(0, rows - skipped), columns)
+        return self._inside(at, self.block_shape)
+
+    def _inside(self, at: Sequence[int], block: Sequence[int]) -> tuple[Tensor, tuple[slice, ...]]:
+        assert min(at) >= 0
+        sizes = [max(0, min(b, n - i)) for b, n, i in zip(block, self.x.shape, at, strict=True)]
         part = tuple(slice(min(i, n), i + s) for i, n, s in zip(at, self.x.shape, sizes, strict=True))
         return self.x[part], tuple(slice(0, s) for s in sizes)
 
@@ -88,21 +112,30 @@ class Pointer:
     def __add__(self, more: Any) -> "Pointer":
         return Pointer(self.x, self.offset + more)
 
+    def load(self) -> int:
+        return int(self.x.view(-1)[self.offset])
+
     def store(self, value: Tensor, mask: Tensor) -> None:
         self.x.view(-1)[self.offset[mask]] = value[mask]
 
 
-def _load(x: Descriptor, at: list[int], barrier: Barrier, to: Shared) -> None:
+def _load(x: Descriptor, at: Sequence[int], barrier: Barrier, to: Shared) -> None:
     here, place = x.inside(at)
-    assert list(to.data.shape) == x.block
+    assert list(to.data.shape) == x.block_shape
     to.data.zero_()
     to.data[place] = here
     barrier.change(size=-x.block_type.nbytes)
 
 
-def _store(x: Descriptor, at: list[int], tile: Shared) -> None:
+def _store(x: Descriptor, at: Sequence[int], tile: Shared) -> None:
     here, place = x.inside(at)
     here.copy_(tile.data[place])
+
+
+def with_nan(like: Tensor, *shape: int, dtype: torch.dtype | None = None, before: int = 0) -> Tensor:
+    """`launch.empty`, filled with NaN or -1."""
+    x = torch.empty(before + math.prod(shape), dtype=dtype or like.dtype)
+    return x.fill_(float("nan") if x.is_floating_point() else -1)[before:].view(shape)
 
 
 def run_on_cpu(
@@ -111,7 +144,7 @@ def run_on_cpu(
     """One program of a kernel of the module; `instead` of functions of the module others are called."""
     named, lock, here = [Barrier() for _ in range(16)], threading.Lock(), threading.local()
 
-    def reduce_add(x: Descriptor, at: list[int], tile: Shared) -> None:
+    def reduce_add(x: Descriptor, at: Sequence[int], tile: Shared) -> None:
         inside, place = x.inside(at)
         with lock:
             inside += tile.data[place]
@@ -181,7 +214,7 @@ def run_on_cpu(
         log=torch.log,
         maximum=lambda a, b: torch.maximum(a, torch.as_tensor(b, dtype=a.dtype)),
         minimum=lambda a, b: torch.minimum(a, torch.as_tensor(b, dtype=a.dtype)),
-        store=lambda pointer, value, mask: pointer.store(value, mask),
+        store=lambda pointer, value, mask: pointer.store(value, mask), load=lambda pointer: pointer.load(),
         zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
         full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
         arange=lambda a, b, layout: torch.arange(a, b), broadcast=torch.broadcast_tensors,
@@ -205,6 +238,7 @@ def run_on_cpu(
         await_count=await_count, add_one=add_one, seam=nothing, stored=nothing, exp2=torch.exp2, tanh=torch.tanh,
         in_pairs=lambda x: x,
         rescale=lambda acc, factor: acc * factor, fetch_add=fetch_add, layout_of=nothing,
+        rank_of=lambda x: len(x.block_shape), wide=lambda x: x,
         warpgroup_mma=multiply, warpgroup_mma_wait=lambda left, deps: deps[0] if len(deps) == 1 else deps,
     )  # fmt: skip
     for name, x in list(names.items()):

@@ -1,23 +1,37 @@
 """The Hopper kernels: which tiles they visit, what they take, and on a GPU of that kind the answers."""
 
 import itertools
+from dataclasses import fields, replace
 
 import pytest
 import torch
 
 from flash_train.ops import choice
-from flash_train.ops.attention import Mask, Score, choose_implementation, flash_attention, flash_attention_with_lse
+from flash_train.ops.attention import (
+    Mask,
+    Score,
+    choose_implementation,
+    flash_attention,
+    flash_attention_packed,
+    flash_attention_with_lse,
+)
+from flash_train.ops.documents import Documents
 from flash_train.ops.features import UNBOUNDED, Terms
-from flash_train.ops.kernels.hopper import forward
+from flash_train.ops.kernels.hopper import copies, forward
 from flash_train.ops.kernels.hopper.forward_fetch import Numbers
 from flash_train.ops.kernels.hopper.places import key_tile, key_tiles
 from tests.ops.cases import Case, inputs
 from tests.ops.errors import check, results
-from tests.ops.gluon import run_on_cpu
+from tests.ops.gluon import run_on_cpu, with_nan
 
 on_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0"
 )
+
+
+def tables_of(documents):
+    """Of `Terms`."""
+    return {} if documents is None else {f.name: getattr(documents, f.name) for f in fields(documents)}
 
 
 def visible(T: int, S: int, left: int, right: int, shift: int) -> torch.Tensor:
@@ -36,7 +50,7 @@ def test_the_key_tiles_of_a_block_are_those_that_it_sees_and_the_unmasked_ones_a
     for T, S, (left, right), top_left in itertools.product((1, 5, 6, 13), (1, 4, 7, 12, 21), bounds, (False, True)):
         shift = 0 if top_left else S - T
         seen = visible(T, S, left, right, shift)
-        n = Numbers(1, 1, 1, T, S, left, right, shift, 1.0, 1.0)
+        n = Numbers(1, 1, 1, T, S, left, right, shift, 1.0, 1.0, 0, 0)
         for block in range(-(-T // block_t)):
             tiles = vars(key_tiles)["fn"](block, n, block_t, block_s, mask)
             end, last, first, count = tiles
@@ -86,21 +100,51 @@ def test_a_score_far_above_the_first_tiles_maximum_is_not_lost(mask, monkeypatch
     compare_on_the_cpu(q, k, v, mask, None, 2, monkeypatch)
 
 
+DOCUMENTS = [
+    Documents.from_ids(torch.tensor([[0] * 40 + [7] * 1 + [2] * 150 + [3] * 9, [4] * 200])),
+    Documents.from_ids((torch.arange(130) % 5 == 0).cumsum(0).view(2, 65)),  # of 5 tokens each
+    # nobody's rows at the ends of both, a document without keys, one without queries
+    Documents.from_cu_seqlens(
+        torch.tensor([0, 5, 133, 133, 260, 260, 301]), torch.tensor([0, 140, 150, 150, 150, 280, 293]), 321, 305
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("mask", "D", "soft_cap", "programs"),
+    [
+        (Mask(), 128, None, 3), (Mask(causal=True), 64, 2.0, 1000), (Mask(window=(30, 5)), 256, None, 1000),
+        (Mask(causal=True, alignment="top_left"), 64, None, 3),
+    ],
+    ids=["full", "causal", "window", "top left"],
+)  # fmt: skip
+@pytest.mark.parametrize("documents", DOCUMENTS, ids=["long", "short", "packed"])
+def test_on_the_cpu_each_document_is_as_if_it_stood_alone(documents, mask, D, soft_cap, programs, monkeypatch):
+    """NaN in rows that are nobody's reaches nobody."""
+    torch.manual_seed(0)
+    (B, T), S = documents.query_document.shape, documents.key_document.shape[1]
+    q, k, v = torch.randn(B, T, 4, D).transpose(1, 2), torch.randn(B, 2, S, D), torch.randn(B, 2, S, D)
+    if S == 305:
+        k[:, :, 293:], v[:, :, 293:], q[:, :, 301:] = (float("nan"),) * 3
+    compare_on_the_cpu(q, k, v, replace(mask, documents=documents), soft_cap, programs, monkeypatch)
+
+
 def compare_on_the_cpu(q, k, v, mask, soft_cap, programs, monkeypatch):
     score = Score(soft_cap=soft_cap)
     expected = flash_attention_with_lse(q, k, v, mask=mask, score=score, scale=0.3, implementation="tiled")
 
     def run_here(kernel, device, count, launch, key, *args):
         for program in range(count):
-            run_on_cpu(forward, kernel, program, args, count, _beside=lambda x, l: x[:, None],
-                       _rows_of=lambda lse, head, n: lse + head * n.T)  # fmt: skip
+            run_on_cpu(forward, kernel, program, args, count, _beside=lambda x, l: x[:, None])
 
     monkeypatch.setattr(forward, "run", run_here)
     monkeypatch.setattr(forward, "multiprocessors", lambda device: programs)
-    monkeypatch.setattr(forward, "empty", lambda like, *shape, dtype=None: torch.full(shape, float("nan")))
+    for module in (forward, copies):
+        monkeypatch.setattr(module, "empty", with_nan)
     left, right = (UNBOUNDED if x is None else x for x in mask.window or (None, None))
     right, cap = 0 if mask.causal else right, soft_cap or 0.0
-    terms = Terms(0.3, left=left, right=right, top_left=mask.alignment == "top_left", soft_cap=cap)
+    terms = Terms(0.3, left=left, right=right, top_left=mask.alignment == "top_left", soft_cap=cap,
+                  **tables_of(mask.documents))  # fmt: skip
     for ours, theirs in zip(forward.hopper_forward(q, k, v, terms), expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=2e-5, equal_nan=True)
 
@@ -113,7 +157,6 @@ def compare_on_the_cpu(q, k, v, mask, soft_cap, programs, monkeypatch):
         (dict(alibi_slopes=torch.empty(1)), "ALiBi"),
         (dict(sinks=torch.empty(1)), "sinks"),
         (dict(seed=torch.empty(1)), "dropout"),
-        (dict(bounds=torch.empty(1)), "documents"),
         (dict(output_dtype=torch.float32), "another output dtype"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
@@ -180,6 +223,10 @@ def test_flash_takes_the_faster_of_the_two_forwards(T, D, right, asked, runs, mo
         Case(1, 2, 2, 1500, 1500, 0, 0, causal=True, window=(200, None)),
         Case(1, 4, 2, 301, 333, 0, 0, causal=True, soft_cap=3.0),
         Case(3, 2, 2, 1, 1, 0, 0, causal=True),
+        Case(2, 4, 2, 651, 651, 0, 0, causal=True, documents="ids"),
+        Case(2, 4, 1, 300, 300, 0, 0, documents="ids", layout="heads first"),
+        Case(1, 4, 2, 1301, 1333, 0, 0, causal=True, documents="packed", layout="sliced"),
+        Case(1, 4, 2, 1301, 1203, 0, 0, window=(100, 3), documents="packed", soft_cap=3.0),
     ],
     ids=str,
 )
@@ -231,9 +278,28 @@ def test_thirty_deterministic_backwards_give_the_same_bits_and_no_program_waits_
 @pytest.mark.parametrize("D", [64, 128, 256])
 @pytest.mark.parametrize("window", [None, (100, 3)])
 @pytest.mark.parametrize("causal", [False, True])
-def test_a_deterministic_backward_is_as_exact(D, causal, window):
-    case = Case(2, 4, 2, 651, 600, D, D, causal=causal, window=window, deterministic=True)
+@pytest.mark.parametrize("documents", ["", "packed"])
+def test_a_deterministic_backward_is_as_exact(D, causal, window, documents):
+    B = 1 if documents else 2
+    case = Case(B, 4, 2, 651, 600, D, D, causal=causal, window=window, documents=documents, deterministic=True)
     check(inputs(case, torch.bfloat16, "cuda"), implementation="hopper")
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_thirty_deterministic_backwards_of_documents_give_the_same_bits(D):
+    lengths = torch.tensor([0, 700, 1, 130, 64, 900, 33, 5, 5, 5, 400], device="cuda")
+    offsets = lengths.cumsum(0).int()
+    x = [torch.randn(2300, 16, D, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+    leaves = [y.requires_grad_() for y in x[:3]]
+    output, _ = flash_attention_packed(
+        *leaves, offsets, offsets, mask=Mask(causal=True), deterministic=True, implementation="hopper"
+    )
+    first = torch.autograd.grad(output, leaves, x[3], retain_graph=True)
+    for _ in range(30):
+        again = torch.autograd.grad(output, leaves, x[3], retain_graph=True)
+        assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
 
 
 @pytest.mark.gpu

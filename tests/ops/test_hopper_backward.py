@@ -2,6 +2,7 @@
 
 import itertools
 import types
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,15 +11,15 @@ import torch
 from flash_train.ops import choice
 from flash_train.ops.attention import Mask, Score, flash_attention_with_lse
 from flash_train.ops.features import UNBOUNDED, Terms
-from flash_train.ops.kernels.hopper import backward, backward_wide, derivative, places, rows
+from flash_train.ops.kernels.hopper import backward, backward_wide, copies, derivative, places, rows, shares, tables
 from flash_train.ops.kernels.hopper.backward import hopper_backward_kernel
 from flash_train.ops.kernels.hopper.backward_fetch import Numbers
 from flash_train.ops.kernels.hopper.backward_wide import hopper_wide_backward_kernel
 from flash_train.ops.kernels.hopper.derivative import hopper_backward
 from flash_train.ops.kernels.hopper.places import blocks_before, query_tiles, shared_tiles
 from flash_train.ops.kernels.launch import run
-from tests.ops.gluon import run_on_cpu
-from tests.ops.test_hopper import visible
+from tests.ops.gluon import run_on_cpu, with_nan
+from tests.ops.test_hopper import DOCUMENTS, tables_of, visible
 
 
 def call(function: Any, *args):
@@ -39,7 +40,7 @@ def test_the_query_tiles_of_a_block_are_those_that_see_it_and_the_unmasked_ones_
     for T, S, (left, right), top_left in itertools.product((1, 4, 7, 12, 21), (1, 5, 6, 13), bounds, (False, True)):
         shift = 0 if top_left else S - T
         seen = visible(T, S, left, right, shift)
-        n = Numbers(1, 1, 1, T, S, left, right, shift, 1.0, 1.0, 1.0, False, 8)
+        n = Numbers(1, 1, 1, T, S, left, right, shift, 1.0, 1.0, 1.0, False, 8, 1, 0, 0)
         for block in range(-(-S // block_s)):
             start, full, full_end, end = call(query_tiles, block, n, block_t, block_s, mask)
             keys = seen[:, block * block_s : (block + 1) * block_s]
@@ -87,21 +88,39 @@ def check_on_the_cpu(q, k, v, mask, scale, monkeypatch, soft_cap=None, determini
         for program in range(programs):
             run_on_cpu(module, kernel, program, args)
 
-    def with_nan(like, *shape, dtype=None):
-        x = torch.empty(shape, dtype=dtype or like.dtype)
-        return x.fill_(float("nan") if x.is_floating_point() else -1)
-
     monkeypatch.setattr(derivative, "run", run_here)
-    for module in (derivative, rows):
+    for module in (copies, derivative, rows, shares):
         monkeypatch.setattr(module, "empty", with_nan)
     left, right = (UNBOUNDED if x is None else x for x in mask.window or (None, None))
     right, cap = 0 if mask.causal else right, soft_cap or 0.0
     terms = Terms(scale, left=left, right=right, top_left=mask.alignment == "top_left", soft_cap=cap,
-                  deterministic=deterministic)  # fmt: skip
+                  deterministic=deterministic, **tables_of(mask.documents))  # fmt: skip
     saved = [x.detach() for x in (do, dl, q, k, v, output, lse)]
     for ours, theirs in zip(hopper_backward(*saved, terms=terms), expected, strict=True):
         assert ours.is_contiguous()
         torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("mask", "D", "deterministic"),
+    [
+        (Mask(), 128, True), (Mask(causal=True), 64, True), (Mask(window=(30, 5)), 256, True),
+        (Mask(causal=True, alignment="top_left"), 64, False),
+    ],
+    ids=["full", "causal", "window", "top left"],
+)  # fmt: skip
+@pytest.mark.parametrize("documents", DOCUMENTS, ids=["long", "short", "packed"])
+def test_on_the_cpu_the_gradients_of_each_document_are_as_if_it_stood_alone(
+    documents, mask, D, deterministic, monkeypatch
+):
+    """NaN in rows that are nobody's reaches nobody."""
+    torch.manual_seed(0)
+    (B, T), S = documents.query_document.shape, documents.key_document.shape[1]
+    q, k, v = torch.randn(B, T, 4, D).transpose(1, 2), torch.randn(B, 2, S, D), torch.randn(B, 2, S, D)
+    if S == 305:
+        k[:, :, 293:], v[:, :, 293:], q[:, :, 301:] = (float("nan"),) * 3
+    mask = replace(mask, documents=documents)
+    check_on_the_cpu(q, k, v, mask, 0.2, monkeypatch, deterministic=deterministic)
 
 
 @pytest.mark.parametrize("D", [64, 256])
@@ -110,6 +129,24 @@ def test_programs_wait_for_those_with_earlier_keys_which_have_earlier_numbers(D,
     torch.manual_seed(0)
     q, k, v = torch.randn(1, 4, 300, D), torch.randn(1, 2, 290, D), torch.randn(1, 2, 290, D)
     check_on_the_cpu(q, k, v, mask, 0.2, monkeypatch, deterministic=True)
+
+
+@pytest.mark.parametrize("enough", [1, 10])
+@pytest.mark.parametrize("D", [64, 256])
+def test_programs_that_share_a_key_heads_queries_have_the_gradients_together(D, enough, monkeypatch):
+    monkeypatch.setattr(tables, "ENOUGH", enough)
+    torch.manual_seed(0)
+    q, k, v = torch.randn(1, 12, 140, D), torch.randn(1, 2, 150, D), torch.randn(1, 2, 150, D)
+    check_on_the_cpu(q, k, v, Mask(causal=True), 0.2, monkeypatch, deterministic=True)
+
+
+def test_a_group_is_split_under_a_mask_into_the_fewest_programs_that_are_enough():
+    def split(programs, group, **bounds):
+        return tables.programs_a_head(programs, group, Terms(1.0, **bounds))
+
+    assert [split(128, group, right=0) for group in (1, 4, 6, 32)] == [1, 4, 6, 8]
+    assert [split(programs, 8, left=100) for programs in (1, 256, 511, 512, 1024)] == [8, 4, 4, 2, 1]
+    assert split(1, 32) == 1
 
 
 @pytest.mark.parametrize(("D", "E"), [(64, 40), (24, 128), (192, 256)])

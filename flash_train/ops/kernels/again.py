@@ -6,6 +6,7 @@ kept, the addresses left open. Nothing is kept of a call whose kernels were give
 """
 
 import inspect
+import math
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,15 +14,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flash_train.ops.features import Terms, has_tensors
+from flash_train.ops.features import TENSORS, Terms, has_tensors
 from flash_train.ops.kept import keep
 
 
 class Plan(NamedTuple):
     """A call to be done again. Memory is known by its number: the inputs' come first, then the allocations'."""
 
-    allocations: list[tuple[bool, torch.Size, tuple[int, ...], torch.dtype]]
-    """(whether it is zeros, shape, strides, dtype)"""
+    allocations: list[tuple[bool, torch.Size, tuple[int, ...], torch.dtype, int]]
+    """(whether it is zeros, shape, strides, dtype, elements before it)"""
     starts: list[Callable[[list[int], int], None]]
     """Kernels; each takes the addresses and the stream."""
     results: list[int | None]
@@ -36,14 +37,22 @@ def repeat(call: Callable[..., Any], inputs: tuple[Tensor | None, ...], terms: T
 
     fp32 is left to the call, as its precision is a switch of torch's, and so is a GPU that is not the current one.
     """
-    present = [x for x in inputs if x is not None]
+    if has_tensors(terms):
+        tensors, rest = (*inputs, *terms[TENSORS]), (*terms[: TENSORS.start], *terms[TENSORS.stop :])
+    else:
+        tensors, rest = inputs, terms
+    present = [x for x in tensors if x is not None]
     device = present[0].device
-    if not _is_current(device) or present[0].dtype == torch.float32 or has_tensors(terms):
+    if not _is_current(device) or present[0].dtype == torch.float32:
         return call(*inputs, terms)
     addresses = [x.data_ptr() for x in present]
     if any([address % 16 for address in addresses]):
         return call(*inputs, terms)
-    key = call, device, terms, *[None if x is None else (x.shape, x.stride(), x.dtype) for x in inputs]
+    alike: tuple[int, ...] = ()
+    if len(set(addresses)) < len(addresses):  # a tensor given twice, as documents of queries and of keys
+        different = list(dict.fromkeys(addresses))
+        alike, addresses = tuple([different.index(address) for address in addresses]), different
+    key = call, device, rest, alike, *[None if x is None else _kind(x, terms) for x in tensors]
     plan = _PLANS.get(key)
     if plan is not None and not _is_observed():
         return _carry_out(plan, addresses, device)
@@ -53,6 +62,13 @@ def repeat(call: Callable[..., Any], inputs: tuple[Tensor | None, ...], terms: T
     if plan is not None:
         keep(_PLANS, key, plan)
     return results
+
+
+def _kind(x: Tensor, terms: Terms) -> Any:
+    """What a launcher goes by. How many documents there are no kernel asks."""
+    if x is terms.bounds:
+        return x.is_contiguous(), x.dtype
+    return x.shape, x.stride(), x.dtype
 
 
 def _is_current(device: torch.device) -> bool:
@@ -71,8 +87,11 @@ def _carry_out(plan: Plan, addresses: list[int], device: torch.device) -> tuple[
     from triton.runtime import driver
 
     new = []
-    for is_zero, shape, strides, dtype in plan.allocations:
-        x = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+    for is_zero, shape, strides, dtype, before in plan.allocations:
+        if before:
+            x = torch.empty(before + math.prod(shape), dtype=dtype, device=device).as_strided(shape, strides, before)
+        else:
+            x = torch.empty_strided(shape, strides, dtype=dtype, device=device)
         new.append(x.zero_() if is_zero else x)
         addresses.append(x.data_ptr())
     stream = driver.active.get_current_stream(device.index)
@@ -85,7 +104,7 @@ class Watch:
     """Inside, what this thread allocates and starts is noted."""
 
     def __init__(self) -> None:
-        self.allocated: list[tuple[Tensor, bool]] = []
+        self.allocated: list[tuple[Tensor, bool, int]] = []
         self.started: list[tuple[Any, int, tuple[Any, ...]]] = []
 
     def __enter__(self) -> "Watch":
@@ -97,19 +116,19 @@ class Watch:
 
     def plan(self, inputs: list[int], results: tuple[Tensor | None, ...]) -> Plan | None:
         """To do the same again with other inputs than those at these addresses; None if that cannot be."""
-        new = [x.data_ptr() for x, _ in self.allocated]
+        new = [x.data_ptr() for x, _, _ in self.allocated]
         known = {address: number for number, address in enumerate([*inputs, *new])}
-        if len(known) < len(inputs) + len(new):  # one tensor given twice, say
+        if len(known) < len(inputs) + len(new):
             return None
         views = {x.data_ptr(): x for x in results if x is not None}
         if any(address not in new for address in views):
             return None
         allocations = []
-        for x, is_zero in self.allocated:
+        for x, is_zero, before in self.allocated:
             view = views.get(x.data_ptr(), x)
             if view.numel() != x.numel() or view.dtype != x.dtype:
                 return None
-            allocations.append((is_zero, view.shape, view.stride(), x.dtype))
+            allocations.append((is_zero, view.shape, view.stride(), x.dtype, before))
         starts = [start for each in self.started if (start := start_of(*each, known)) is not None]
         if not starts or len(starts) < len(self.started):
             return None
@@ -123,9 +142,9 @@ class _Here(threading.local):
 _here = _Here()
 
 
-def note_allocation(x: Tensor, *, is_zero: bool = False) -> None:
+def note_allocation(x: Tensor, *, is_zero: bool = False, before: int = 0) -> None:
     if _here.watch is not None:
-        _here.watch.allocated.append((x, is_zero))
+        _here.watch.allocated.append((x, is_zero, before))
 
 
 def note_start(compiled: Any, programs: int, args: tuple[Any, ...]) -> None:
@@ -165,15 +184,18 @@ def start_of(
         base = x if isinstance(x, Tensor) else getattr(x, "base", None)
         if base is None:
             flat.append(x)
-        elif base.data_ptr() not in known:
+            continue
+        tensor = base if isinstance(base, Tensor) else base.x  # which is described from rows before it on
+        if tensor.data_ptr() not in known:
             return None
-        elif base is x:
-            pointers.append((len(flat), known[base.data_ptr()]))
+        number, further = known[tensor.data_ptr()], base.data_ptr() - tensor.data_ptr()
+        if base is x:
+            pointers.append((len(flat), number))
             flat.append(None)
         elif (meta := next(described, None)) is None:  # taken apart into numbers, on GPUs without the copy engine
             return None
         else:
-            maps.append((len(flat), known[base.data_ptr()], _geometry(x, meta)))
+            maps.append((len(flat), number, further, _geometry(x, meta)))
             flat += [None, *x.shape, *x.strides]
     encode = getattr(driver.active.utils, encode)
 
@@ -181,8 +203,8 @@ def start_of(
         filled = flat.copy()
         for place, number in pointers:
             filled[place] = addresses[number]
-        for place, number, geometry in maps:
-            filled[place] = encode(addresses[number], *geometry)
+        for place, number, further, geometry in maps:
+            filled[place] = encode(addresses[number] + further, *geometry)
         if in_a_list:
             launch(programs, 1, 1, stream, *before, filled)
         else:

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -22,10 +23,13 @@ from flash_train.ops.kernels.tiles import HAS_ALLOWED, HAS_BIAS, HAS_SINKS, HAS_
 _log = logging.getLogger(__name__)
 
 
-def empty(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Uninitialised memory on `like`'s device. The launchers' one allocation: tests fill it with NaN."""
-    x = torch.empty(shape, dtype=dtype or like.dtype, device=like.device)
-    note_allocation(x)
+def empty(like: Tensor, *shape: int, dtype: torch.dtype | None = None, before: int = 0) -> Tensor:
+    """Uninitialised memory on `like`'s device, with so many elements `before` it that nobody uses. The launchers' one
+    allocation: tests fill it with NaN."""
+    x = torch.empty(before + math.prod(shape) if before else shape, dtype=dtype or like.dtype, device=like.device)
+    if before:
+        x = x[before:].view(shape)
+    note_allocation(x, before=before)
     return x
 
 
@@ -76,11 +80,19 @@ def compiled_features(terms: Terms, dense: int) -> tuple[str, bool, bool, int, b
 
 def kind_of_mask(terms: Terms) -> str:
     """The narrowest of full, causal, window and documents that it is."""
-    if terms.bounds is not None:
-        return "documents"
+    return kind_of_bounds(terms) if terms.bounds is None else "documents"
+
+
+def kind_of_bounds(terms: Terms) -> str:
+    """The narrowest of full, causal and window, in each document if there are any."""
     if terms.left < UNBOUNDED or 0 < terms.right < UNBOUNDED:
         return "window"
     return "causal" if terms.right == 0 else "full"
+
+
+def kinds_of(tensors: tuple[Tensor, ...]) -> tuple[tuple[torch.dtype, bool], ...]:
+    """What of them Triton compiles a kernel for: for the key of `run`."""
+    return tuple([(x.dtype, x.data_ptr() % 16 == 0) for x in tensors])
 
 
 class Call:

@@ -22,10 +22,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flash_train.ops.kernels.hopper.backward_deliver import deliver, hand_over
-from flash_train.ops.kernels.hopper.backward_fetch import FREE, Numbers, make_rings, produce
+from flash_train.ops.kernels.hopper.backward_fetch import (
+    FREE,
+    KEYS_FREE,
+    Inputs,
+    Numbers,
+    head_of,
+    inside,
+    make_rings,
+    produce,
+)
+from flash_train.ops.kernels.hopper.copies import store_rows
 from flash_train.ops.kernels.hopper.masks import hide
-from flash_train.ops.kernels.hopper.places import locate, query_tiles, shared_tiles
-from flash_train.ops.kernels.hopper.shim import bar_arrive, bar_sync, exp2, seam, store, tanh, view
+from flash_train.ops.kernels.hopper.places import documents_of, query_tiles, shared_tiles, span_of, tile_in
+from flash_train.ops.kernels.hopper.shim import bar_arrive, bar_sync, exp2, seam, tanh
 
 BOTH = gl.constexpr(8)
 """The named barrier at which the two warpgroups wait for each other."""
@@ -72,8 +82,8 @@ def probabilities(s, v_tile, do_tile, start, masked, low, high, first_query, n, 
 
 @gluon.jit
 def _step(rings, done, i, first, last, masked, low, high, dk, dv, n, ME: gl.constexpr, MASK: gl.constexpr,
-          BLOCK_T: gl.constexpr, W: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr, DQ: gl.constexpr,
-          OPERAND: gl.constexpr, SOFT_CAP: gl.constexpr):  # fmt: skip
+          DOCUMENTS: gl.constexpr, BLOCK_T: gl.constexpr, W: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr,
+          DQ: gl.constexpr, OPERAND: gl.constexpr, SOFT_CAP: gl.constexpr):  # fmt: skip
     """Query tile number `done` of the rings against this warpgroup's 64 keys.
 
     The comments count the products in flight: a wait for the others than the last n.
@@ -114,25 +124,45 @@ def _step(rings, done, i, first, last, masked, low, high, dk, dv, n, ME: gl.cons
     ds_operand = gl.convert_layout(ds, OPERAND)
     dk = warpgroup_mma(ds_operand, q_tile, dk, is_async=True)
     dq_tile = warpgroup_mma_wait(1, deps=(dq_tile,))  # dK
-    hand_over(rings, dq_tile, done, first, last, n.scale, ME)
+    hand_over(rings, dq_tile, done, first, last, n.scale, ME, DOCUMENTS)
     dk, ds_operand = warpgroup_mma_wait(0, deps=(dk, ds_operand))
     bar_arrive(FREE + stage, 288)
     return dk, dv
 
 
 @gluon.jit
-def _consume(dk, dv, rings, n, ME: gl.constexpr, MASK: gl.constexpr, BLOCK_T: gl.constexpr, W: gl.constexpr,
-             STAGES: gl.constexpr, SOFT_CAP: gl.constexpr):  # fmt: skip
-    """A warpgroup that computes: 64 keys of the program's 128, those from 64 ME on."""
+def _consume(dk, dv, bounds, document, rings, n, ME: gl.constexpr, MASK: gl.constexpr, DOCUMENTS: gl.constexpr,
+             BLOCK_T: gl.constexpr, W: gl.constexpr, STAGES: gl.constexpr,
+             SOFT_CAP: gl.constexpr):  # fmt: skip
+    """A warpgroup that computes."""
+    block, key_head, b, g = head_of(n, 128)
+    done = 0
+    if DOCUMENTS:
+        turn = 0
+        number, end = documents_of(document, b, block, n.S, 128)
+        while number < end:
+            span = span_of(bounds, number, n)
+            own, is_there = tile_in(block, span.first_key, span.S, 128)
+            if is_there:
+                done = _consume_keys(dk, dv, rings, own, b, g, turn, done, inside(n, span), ME, MASK, DOCUMENTS,
+                                     BLOCK_T, W, STAGES, SOFT_CAP)  # fmt: skip
+                bar_arrive(KEYS_FREE, 288)
+                turn += 1
+            number += 1
+    else:
+        _consume_keys(dk, dv, rings, block, b, g, 0, done, n, ME, MASK, DOCUMENTS, BLOCK_T, W, STAGES, SOFT_CAP)
+
+
+@gluon.jit
+def _consume_keys(dk, dv, rings, block, b, g, turn, done, n, ME: gl.constexpr, MASK: gl.constexpr,
+                  DOCUMENTS: gl.constexpr, BLOCK_T: gl.constexpr, W: gl.constexpr, STAGES: gl.constexpr,
+                  SOFT_CAP: gl.constexpr):  # fmt: skip
+    """64 keys of the 128 of a block, those from 64 ME on. Returns how many query tiles the rings have seen."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1],
                                                      instr_shape=[16, BLOCK_T, 16])  # fmt: skip
     ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, W, 16])
     DQ: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=2)
-    # the first have the most rows, if that may be
-    block, key_head = locate(gl.program_id(0), gl.cdiv(n.S, 128), n.key_heads, n.together, False)
-    b = key_head // n.G
-    g = key_head - b * n.G
     start, full, full_end, end = query_tiles(block, n, BLOCK_T, 128, MASK)
     earlier, later = shared_tiles(block, n, BLOCK_T, 128, MASK)
     first_key = block * 128 + ME * 64
@@ -141,14 +171,14 @@ def _consume(dk, dv, rings, n, ME: gl.constexpr, MASK: gl.constexpr, BLOCK_T: gl
     high = keys - n.shift + n.left + 1
     dk_acc = gl.zeros([64, W], gl.float32, ACC)
     dv_acc = gl.zeros([64, W], gl.float32, ACC)
-    mbarrier.wait(rings.k_full, 0)
-    mbarrier.wait(rings.v_full, 0)
+    mbarrier.wait(rings.k_full, turn & 1)
+    mbarrier.wait(rings.v_full, turn & 1)
     i = end - 1
-    for done in range(0, (end - start) * n.group):
+    for number in range(0, (end - start) * n.group):
         masked = (i < full) | (i >= full_end)
         first, last = i >= earlier, i < later
-        dk_acc, dv_acc = _step(rings, done, i, first, last, masked, low, high, dk_acc, dv_acc, n, ME, MASK, BLOCK_T, W,
-                               STAGES, SCORES, DQ, OPERAND, SOFT_CAP)  # fmt: skip
+        dk_acc, dv_acc = _step(rings, done + number, i, first, last, masked, low, high, dk_acc, dv_acc, n, ME, MASK,
+                               DOCUMENTS, BLOCK_T, W, STAGES, SCORES, DQ, OPERAND, SOFT_CAP)  # fmt: skip
         i -= 1
         if i < start:
             i = end - 1
@@ -157,24 +187,31 @@ def _consume(dk, dv, rings, n, ME: gl.constexpr, MASK: gl.constexpr, BLOCK_T: gl
     v_tile.store(dv_acc.to(dv.dtype))
     k_tile.store((dk_acc * n.scale).to(dk.dtype))
     fence_async_shared()
-    store(dv, [b, g, first_key, 0], view(v_tile, dv.dtype, [1, 1, 64, W], dv.layout))
-    store(dk, [b, g, first_key, 0], view(k_tile, dk.dtype, [1, 1, 64, W], dk.layout))
+    store_rows(dv, b, g, first_key, 0, n.first_key, n.S, v_tile)
+    store_rows(dk, b, g, first_key, 0, n.first_key, n.S, k_tile)
     tma.store_wait(0)
+    return done + (end - start) * n.group
 
 
-@gluon.jit(do_not_specialize=["key_heads", "G", "group", "T", "S", "left", "right", "shift", "ordered", "together"])
-def hopper_backward_kernel(q, k, v, do, starts, sums, dq, dk, dv, counts, key_heads, G, group, T, S, left, right, shift,
-                           log2_scale, scale, inner, ordered, together, MASK: gl.constexpr, BLOCK_T: gl.constexpr,
+@gluon.jit(
+    do_not_specialize=["key_heads", "G", "group", "T", "S", "left", "right", "shift", "ordered", "together", "split"]
+)
+def hopper_backward_kernel(q, k, v, do, near_q, near_k, near_v, near_do, starts, sums, dq, dk, dv, counts, bounds,
+                           document, key_heads, G, group, T, S, left, right, shift, log2_scale, scale, inner, ordered,
+                           together, split, MASK: gl.constexpr, DOCUMENTS: gl.constexpr, BLOCK_T: gl.constexpr,
                            W: gl.constexpr, STAGES: gl.constexpr, SOFT_CAP: gl.constexpr, REGISTERS: gl.constexpr,
                            FEW_REGISTERS: gl.constexpr):  # fmt: skip
     """One program: 128 keys of one key head, against every query that sees them."""
     rings = make_rings(q, k, v, do, starts, 2, BLOCK_T, W, STAGES, STAGES)
-    n = Numbers(key_heads, G, group, T, S, left, right, shift, log2_scale, scale, inner, ordered, together)
+    inputs, near = Inputs(q, k, v, do), Inputs(near_q, near_k, near_v, near_do)
+    n = Numbers(key_heads, G, group, T, S, left, right, shift, log2_scale, scale, inner, ordered, together, split, 0, 0)
     # each list of arguments in its place: a name would turn the constants into tensors
     gl.warp_specialize([
-        (_consume, (dk, dv, rings, n, gl.constexpr(0), MASK, BLOCK_T, W, STAGES, SOFT_CAP)),
-        (_consume, (dk, dv, rings, n, gl.constexpr(1), MASK, BLOCK_T, W, STAGES, SOFT_CAP)),
-        (produce, (q, k, v, do, starts, rings, n, MASK, 128, BLOCK_T, W, STAGES, STAGES)),
-        (deliver, (sums, dq, counts, rings, n, gl.constexpr(0), MASK, 128, BLOCK_T, W)),
-        (deliver, (sums, dq, counts, rings, n, gl.constexpr(1), MASK, 128, BLOCK_T, W)),
+        (_consume, (dk, dv, bounds, document, rings, n, gl.constexpr(0), MASK, DOCUMENTS, BLOCK_T, W, STAGES,
+                    SOFT_CAP)),
+        (_consume, (dk, dv, bounds, document, rings, n, gl.constexpr(1), MASK, DOCUMENTS, BLOCK_T, W, STAGES,
+                    SOFT_CAP)),
+        (produce, (inputs, near, starts, bounds, document, rings, n, MASK, DOCUMENTS, 128, BLOCK_T, STAGES, STAGES)),
+        (deliver, (sums, dq, counts, bounds, document, rings, n, gl.constexpr(0), MASK, DOCUMENTS, 128, BLOCK_T, W)),
+        (deliver, (sums, dq, counts, bounds, document, rings, n, gl.constexpr(1), MASK, DOCUMENTS, 128, BLOCK_T, W)),
     ], [4, 1, 1, 1], [REGISTERS, FEW_REGISTERS, FEW_REGISTERS, FEW_REGISTERS])  # fmt: skip

@@ -16,18 +16,25 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from flash_train.ops.kernels.hopper.places import blocks_before, locate, query_tiles, shared_tiles
+from flash_train.ops.kernels.hopper.backward_fetch import head_of, inside
+from flash_train.ops.kernels.hopper.copies import add_rows, load_rows, store_rows
+from flash_train.ops.kernels.hopper.places import (
+    blocks_before,
+    documents_of,
+    query_tiles,
+    shared_tiles,
+    span_of,
+    tile_in,
+)
 from flash_train.ops.kernels.hopper.shim import (
     add_one,
     await_count,
     bar_arrive,
     bar_sync,
     layout_of,
-    load,
-    reduce_add,
-    store,
     stored,
     view,
+    wide,
 )
 
 FULL = gl.constexpr(13)
@@ -36,33 +43,40 @@ over."""
 
 
 @gluon.jit
-def spread(x):
+def spread(x, DOCUMENTS: gl.constexpr):
     """[64, 64] of dQ, its rows in the order in which they are kept as sums.
 
     Of eight rows, those four that half a warp writes to shared memory at once are two apart, and so in different banks.
     (One behind the other they share banks in pairs: a 12th of the backward's work for shared memory, which bounds it.)
+    A document may end between eight rows, and then they stay as they are.
     """
-    return x.reshape([8, 2, 4, 64]).permute((0, 2, 1, 3)).reshape([64, 64])
+    if DOCUMENTS:
+        return x
+    else:
+        return x.reshape([8, 2, 4, 64]).permute((0, 2, 1, 3)).reshape([64, 64])
 
 
 @gluon.jit
-def gathered(x):
+def gathered(x, DOCUMENTS: gl.constexpr):
     """Back in their own order."""
-    return x.reshape([8, 4, 2, 64]).permute((0, 2, 1, 3)).reshape([64, 64])
+    if DOCUMENTS:
+        return x
+    else:
+        return x.reshape([8, 4, 2, 64]).permute((0, 2, 1, 3)).reshape([64, 64])
 
 
 @gluon.jit
-def hand_over(rings, part, number, first, last, scale, ME: gl.constexpr):
+def hand_over(rings, part, number, first, last, scale, ME: gl.constexpr, DOCUMENTS: gl.constexpr):
     """A warpgroup's [64, 64] of dQ, the program's `number`-th, to the warp that delivers; the program is the first or
     the last, or both, that adds to it."""
     mbarrier.wait(rings.dq_ready, number & 1)
     tile = rings.dq.index(ME)
-    KEPT: gl.constexpr = layout_of(spread(part))
+    KEPT: gl.constexpr = layout_of(spread(part, DOCUMENTS))
     if not last:
-        tile.store(spread(part))
+        tile.store(spread(part, DOCUMENTS))
     else:
         if not first:
-            part += gl.convert_layout(gathered(tile.load(KEPT)), layout_of(part))
+            part += gl.convert_layout(gathered(tile.load(KEPT), DOCUMENTS), layout_of(part))
         final = view(tile, rings.k.dtype, [64, 64], rings.k.layout)
         final.store((part * scale).to(rings.k.dtype))
     fence_async_shared()
@@ -70,26 +84,46 @@ def hand_over(rings, part, number, first, last, scale, ME: gl.constexpr):
 
 
 @gluon.jit
-def deliver(sums, dq, counts, rings, n, ME: gl.constexpr, MASK: gl.constexpr, KEYS: gl.constexpr,
-            BLOCK_T: gl.constexpr, W: gl.constexpr):  # fmt: skip
+def deliver(sums, dq, counts, bounds, document, rings, n, ME: gl.constexpr, MASK: gl.constexpr,
+            DOCUMENTS: gl.constexpr, KEYS: gl.constexpr, BLOCK_T: gl.constexpr, W: gl.constexpr):  # fmt: skip
     """A warp that adds, to `sums` fp32, or that stores what the last program hands over as dQ. Every other tile is
     ME's: while one warp waits until its tile is there and counts it, the other has the next one on its way."""
+    block, key_head, b, g = head_of(n, KEYS)
+    if DOCUMENTS:  # a count for each query, of which the first one of a tile has its
+        handed = 0
+        number, end = documents_of(document, b, block, n.S, KEYS)
+        while number < end:
+            span = span_of(bounds, number, n)
+            own, is_there = tile_in(block, span.first_key, span.S, KEYS)
+            if is_there:
+                handed = _deliver_keys(sums, dq, counts + span.first_query, n.T, BLOCK_T, rings, own, b, key_head,
+                                       handed, inside(n, span), ME, MASK, KEYS, BLOCK_T, W)  # fmt: skip
+            number += 1
+    else:
+        _deliver_keys(sums, dq, counts, gl.cdiv(n.T, BLOCK_T), 1, rings, block, b, key_head, 0, n, ME, MASK, KEYS,
+                      BLOCK_T, W)  # fmt: skip
+
+
+@gluon.jit
+def _deliver_keys(sums, dq, counts, a_head, a_tile, rings, block, b, key_head, handed, n, ME: gl.constexpr,
+                  MASK: gl.constexpr, KEYS: gl.constexpr, BLOCK_T: gl.constexpr, W: gl.constexpr):  # fmt: skip
+    """What the block's keys add, behind `handed` parts of others. `counts` has `a_head` numbers a head and `a_tile` a
+    tile. Returns how many parts have been handed over."""
     PARTS: gl.constexpr = W // 128 if W > 128 else 1  # which a tile is handed over in
     DOWN: gl.constexpr = 64 if W == 64 else 0  # how far the second warpgroup's part is from the first one's
     RIGHT: gl.constexpr = 0 if W == 64 else W // 2
-    block, key_head = locate(gl.program_id(0), gl.cdiv(n.S, KEYS), n.key_heads, n.together, False)
     start, _, _, end = query_tiles(block, n, BLOCK_T, KEYS, MASK)
     earlier, later = shared_tiles(block, n, BLOCK_T, KEYS, MASK)
-    b = key_head // n.G
-    tiles = gl.cdiv(n.T, BLOCK_T)
     one, two = rings.dq.index(0), rings.dq.index(1)
-    for number in range(ME, (end - start) * n.group * PARTS, 2):
-        member = number // (PARTS * (end - start))
+    all_parts = (end - start) * n.group * PARTS
+    for part in range((ME + handed) % 2, all_parts, 2):
+        number = handed + part
+        member = part // (PARTS * (end - start))
         head = key_head * n.group + member
-        i = end - 1 - (number // PARTS - member * (end - start))
-        row, column = i * BLOCK_T, number % PARTS * 64
+        i = end - 1 - (part // PARTS - member * (end - start))
+        row, column = i * BLOCK_T, part % PARTS * 64
         first, last = i >= earlier, i < later
-        count = counts + (head * tiles + i)
+        count = counts + (wide(head) * a_head + i * a_tile)
         before = PARTS * blocks_before(block, i, n, BLOCK_T, KEYS, MASK)
         if not last and n.ordered == 0:
             before = min(before, PARTS)
@@ -99,9 +133,8 @@ def deliver(sums, dq, counts, rings, n, ME: gl.constexpr, MASK: gl.constexpr, KE
             mbarrier.wait(rings.dq_left, (number - 1) & 1)
         if last and not first:
             mbarrier.expect(rings.dq_ready, 2 * sums.block_type.nbytes)
-            load(sums, [0, head, row, column], rings.dq_ready, view(one, gl.float32, [1, 1, 64, 64], sums.layout))
-            load(sums, [0, head, row + DOWN, column + RIGHT], rings.dq_ready,
-                 view(two, gl.float32, [1, 1, 64, 64], sums.layout))  # fmt: skip
+            load_rows(sums, 0, head, row, column, n.first_query, n.T, rings.dq_ready, one)
+            load_rows(sums, 0, head, row + DOWN, column + RIGHT, n.first_query, n.T, rings.dq_ready, two)
         else:
             mbarrier.arrive(rings.dq_ready)
             if not first:
@@ -109,18 +142,17 @@ def deliver(sums, dq, counts, rings, n, ME: gl.constexpr, MASK: gl.constexpr, KE
         bar_sync(FULL + ME, 288)
         if last:
             h = head - b * n.G * n.group
-            store(dq, [b, h, row, column], view(one, dq.dtype, [1, 1, 64, 64], dq.layout))
-            store(dq, [b, h, row + DOWN, column + RIGHT], view(two, dq.dtype, [1, 1, 64, 64], dq.layout))
+            store_rows(dq, b, h, row, column, n.first_query, n.T, one)
+            store_rows(dq, b, h, row + DOWN, column + RIGHT, n.first_query, n.T, two)
         elif first:
-            store(sums, [0, head, row, column], view(one, gl.float32, [1, 1, 64, 64], sums.layout))
-            store(sums, [0, head, row + DOWN, column + RIGHT],
-                  view(two, gl.float32, [1, 1, 64, 64], sums.layout))  # fmt: skip
+            store_rows(sums, 0, head, row, column, n.first_query, n.T, one)
+            store_rows(sums, 0, head, row + DOWN, column + RIGHT, n.first_query, n.T, two)
         else:
-            reduce_add(sums, [0, head, row, column], view(one, gl.float32, [1, 1, 64, 64], sums.layout))
-            reduce_add(sums, [0, head, row + DOWN, column + RIGHT],
-                       view(two, gl.float32, [1, 1, 64, 64], sums.layout))  # fmt: skip
+            add_rows(sums, 0, head, row, column, n.first_query, n.T, one)
+            add_rows(sums, 0, head, row + DOWN, column + RIGHT, n.first_query, n.T, two)
         tma.store_wait(0)
         mbarrier.arrive(rings.dq_left)
         if not last:
             stored()
             add_one(count)
+    return handed + all_parts

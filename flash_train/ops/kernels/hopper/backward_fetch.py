@@ -6,13 +6,17 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from flash_train.ops.kernels.hopper.places import locate, query_tiles
-from flash_train.ops.kernels.hopper.shim import bar_sync, load, view
+from flash_train.ops.kernels.hopper.copies import load_input, load_rows
+from flash_train.ops.kernels.hopper.places import documents_of, locate, query_tiles, span_of, tile_in
+from flash_train.ops.kernels.hopper.shim import bar_sync
 
 FREE = gl.constexpr(9)
 """The first of the named barriers at which the warp that fetches waits until both warpgroups have read a tile, of q by
 stages, then of dO. A warp that has read is counted and goes on; to arrive at a barrier in shared memory a warpgroup
 would first meet."""
+KEYS_FREE = gl.constexpr(15)
+"""The named barrier at which it waits until a document's keys and values have been read, and dK and dV in their place
+been stored."""
 
 
 class Rings(NamedTuple):
@@ -40,20 +44,30 @@ class Rings(NamedTuple):
     """Both have been read by the copy engine."""
 
 
+class Inputs(NamedTuple):
+    """Descriptors."""
+
+    q: Any
+    k: Any
+    v: Any
+    do: Any
+
+
 class Numbers(NamedTuple):
     """What the kernel is called with."""
 
     key_heads: Any
-    """B G"""
+    """B G, `split` of each"""
     G: Any
+    """Likewise."""
     group: Any
-    """H / G"""
+    """Query heads of each."""
     T: Any
     S: Any
     left: Any
     right: Any
     shift: Any
-    """Query t stands beside key t + shift."""
+    """Query t stands beside key t + shift. (With documents: `places.span_of`, until `inside` one.)"""
     log2_scale: Any
     """Of the scores, or of their tanh under a soft cap, in units of log2."""
     scale: Any
@@ -63,25 +77,92 @@ class Numbers(NamedTuple):
     """Whether programs add to dQ one after the other, and not the first and the last alone in their place."""
     together: Any
     """Heads at a time: `locate`."""
+    split: Any
+    """How many programs share the query heads that see a key; each has a dK and dV of its own."""
+    first_query: Any
+    """Where T queries begin in their batch row: 0 but inside a document."""
+    first_key: Any
 
 
 @gluon.jit
-def produce(q, k, v, do, starts, rings, n, MASK: gl.constexpr, KEYS: gl.constexpr, BLOCK_T: gl.constexpr,
-            W: gl.constexpr, STAGES: gl.constexpr, DO_STAGES: gl.constexpr):  # fmt: skip
-    """The warp that fetches: keys and values of a program, then the queries that see them and their dO, by heads."""
+def inside(n, span):
+    """`n` of a document alone."""
+    return Numbers(n.key_heads, n.G, n.group, span.T, span.S, n.left, n.right, span.shift, n.log2_scale, n.scale,
+                   n.inner, n.ordered, n.together, n.split, span.first_query, span.first_key)  # fmt: skip
+
+
+@gluon.jit
+def head_of(n, KEYS: gl.constexpr):
+    """(block, key head, b, g) of this program. The first have the most rows, if that may be."""
     block, key_head = locate(gl.program_id(0), gl.cdiv(n.S, KEYS), n.key_heads, n.together, False)
     b = key_head // n.G
-    g = key_head - b * n.G
-    start, _, _, end = query_tiles(block, n, BLOCK_T, KEYS, MASK)
-    mbarrier.expect(rings.k_full, KEYS // 64 * k.block_type.nbytes)
-    for part in gl.static_range(KEYS // 64):
-        load(k, [b, g, block * KEYS + part * 64, 0], rings.k_full,
-             view(rings.k.index(part), k.dtype, [1, 1, 64, W], k.layout))  # fmt: skip
-    mbarrier.expect(rings.v_full, KEYS // 64 * v.block_type.nbytes)
-    for part in gl.static_range(KEYS // 64):
-        load(v, [b, g, block * KEYS + part * 64, 0], rings.v_full,
-             view(rings.v.index(part), v.dtype, [1, 1, 64, W], v.layout))  # fmt: skip
+    return block, key_head, b, key_head - b * n.G
+
+
+@gluon.jit
+def produce(inputs, near, starts, bounds, document, rings, n, MASK: gl.constexpr, DOCUMENTS: gl.constexpr,
+            KEYS: gl.constexpr, BLOCK_T: gl.constexpr, STAGES: gl.constexpr, DO_STAGES: gl.constexpr):  # fmt: skip
+    """The warp that fetches."""
+    block, key_head, b, g = head_of(n, KEYS)
     done = 0  # query tiles
+    if DOCUMENTS:
+        turn = 0
+        number, end = documents_of(document, b, block, n.S, KEYS)
+        while number < end:
+            span = span_of(bounds, number, n)
+            own, is_there = tile_in(block, span.first_key, span.S, KEYS)
+            if is_there:
+                if turn > 0:
+                    bar_sync(KEYS_FREE, 288)
+                done = produce_keys(inputs, near, starts, rings, own, b, g, done, inside(n, span), MASK, KEYS, BLOCK_T,
+                                    STAGES, DO_STAGES)  # fmt: skip
+                turn += 1
+            number += 1
+        if turn > 0:
+            bar_sync(KEYS_FREE, 288)
+    else:
+        done = produce_keys(inputs, near, starts, rings, block, b, g, done, n, MASK, KEYS, BLOCK_T, STAGES,
+                            DO_STAGES)  # fmt: skip
+    for i in gl.static_range(STAGES):  # no barrier is left half full
+        if done > i:
+            bar_sync(FREE + i, 288)
+    for i in gl.static_range(DO_STAGES):
+        if done > i:
+            bar_sync(FREE + STAGES + i, 288)
+
+
+@gluon.jit
+def produce_keys(inputs, near, starts, rings, block, b, g, done, n, MASK: gl.constexpr, KEYS: gl.constexpr,
+                 BLOCK_T: gl.constexpr, STAGES: gl.constexpr, DO_STAGES: gl.constexpr):  # fmt: skip
+    """A block's keys and values, then the queries that see them and their dO, by heads. Returns how many query tiles
+    the rings have seen."""
+    start, _, _, end = query_tiles(block, n, BLOCK_T, KEYS, MASK)
+    mbarrier.expect(rings.k_full, KEYS // 64 * inputs.k.block_type.nbytes)
+    for part in gl.static_range(KEYS // 64):
+        load_input(
+            inputs.k,
+            near.k,
+            b,
+            g // n.split,
+            block * KEYS + part * 64,
+            n.first_key,
+            n.S,
+            rings.k_full,
+            rings.k.index(part),
+        )
+    mbarrier.expect(rings.v_full, KEYS // 64 * inputs.v.block_type.nbytes)
+    for part in gl.static_range(KEYS // 64):
+        load_input(
+            inputs.v,
+            near.v,
+            b,
+            g // n.split,
+            block * KEYS + part * 64,
+            n.first_key,
+            n.S,
+            rings.v_full,
+            rings.v.index(part),
+        )
     for member in range(0, n.group):
         h = g * n.group + member
         for back in range(start, end):
@@ -89,24 +170,29 @@ def produce(q, k, v, do, starts, rings, n, MASK: gl.constexpr, KEYS: gl.constexp
             stage = done % STAGES
             if done >= STAGES:
                 bar_sync(FREE + stage, 288)
-            mbarrier.expect(rings.q_full.index(stage), q.block_type.nbytes)
-            load(q, [b, h, i * BLOCK_T, 0], rings.q_full.index(stage),
-                 view(rings.q.index(stage), q.dtype, [1, 1, BLOCK_T, W], q.layout))  # fmt: skip
+            mbarrier.expect(rings.q_full.index(stage), inputs.q.block_type.nbytes)
+            load_input(
+                inputs.q, near.q, b, h, i * BLOCK_T, n.first_query, n.T, rings.q_full.index(stage), rings.q.index(stage)
+            )
             stage = done % DO_STAGES
             if done >= DO_STAGES:
                 bar_sync(FREE + STAGES + stage, 288)
-            mbarrier.expect(rings.do_full.index(stage), do.block_type.nbytes + starts.block_type.nbytes)
-            load(do, [b, h, i * BLOCK_T, 0], rings.do_full.index(stage),
-                 view(rings.do.index(stage), do.dtype, [1, 1, BLOCK_T, W], do.layout))  # fmt: skip
-            load(starts, [0, b * n.G * n.group + h, i * BLOCK_T, 0], rings.do_full.index(stage),
-                 view(rings.starts.index(stage), starts.dtype, [1, 1, BLOCK_T, 16], starts.layout))  # fmt: skip
+            mbarrier.expect(rings.do_full.index(stage), inputs.do.block_type.nbytes + starts.block_type.nbytes)
+            load_input(
+                inputs.do,
+                near.do,
+                b,
+                h,
+                i * BLOCK_T,
+                n.first_query,
+                n.T,
+                rings.do_full.index(stage),
+                rings.do.index(stage),
+            )
+            load_rows(starts, 0, b * n.G * n.group + h, i * BLOCK_T, 0, n.first_query, n.T, rings.do_full.index(stage),
+                      rings.starts.index(stage))  # fmt: skip
             done += 1
-    for i in gl.static_range(STAGES):  # no barrier is left half full
-        if done > i:
-            bar_sync(FREE + i, 288)
-    for i in gl.static_range(DO_STAGES):
-        if done > i:
-            bar_sync(FREE + STAGES + i, 288)
+    return done
 
 
 @gluon.jit

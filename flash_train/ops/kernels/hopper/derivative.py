@@ -5,10 +5,13 @@ from torch import Tensor
 from flash_train.ops.features import Terms
 from flash_train.ops.kernels.hopper.backward import hopper_backward_kernel
 from flash_train.ops.kernels.hopper.backward_wide import hopper_wide_backward_kernel
+from flash_train.ops.kernels.hopper.copies import first_rows
+from flash_train.ops.kernels.hopper.places import shift_of
 from flash_train.ops.kernels.hopper.rows import begin
-from flash_train.ops.kernels.hopper.shim import describe
-from flash_train.ops.kernels.hopper.tables import BACKWARD, heads_together, tile_width
-from flash_train.ops.kernels.launch import blocks, empty, kind_of_mask, run
+from flash_train.ops.kernels.hopper.shares import sum_shares
+from flash_train.ops.kernels.hopper.shim import describe, describe_cut
+from flash_train.ops.kernels.hopper.tables import BACKWARD, heads_together, programs_a_head, tile_width
+from flash_train.ops.kernels.launch import blocks, empty, kind_of_bounds, kinds_of, run
 from flash_train.ops.kernels.operands import readable
 from flash_train.ops.kernels.tables import Launch
 from flash_train.ops.kernels.tiles import LOG2_E
@@ -38,20 +41,34 @@ def hopper_backward(
     row = BACKWARD[width]
     kernel = hopper_backward_kernel if row.block_s == 128 else hopper_wide_backward_kernel
     padded = blocks(T, row.block_t) * row.block_t  # the copy engine reads whole blocks
-    mask, cap = kind_of_mask(terms), terms.soft_cap
+    mask, cap, documents = kind_of_bounds(terms), terms.soft_cap, terms.bounds is not None
     unit = LOG2_E.value if cap else 1 / terms.scale  # a soft cap's scores are multiplied before
-    dq, dk, dv = empty(q, B, H, T, D), empty(k, B, G, S, D), empty(v, B, G, S, E)
-    starts, counts = begin(do, output, lse, grad_lse, dq, padded, unit)
-    sums = empty(lse, 1, B * H, blocks(T, OCTET) * OCTET, D)
+    split = programs_a_head(blocks(S, row.block_s) * B * G, H // G, terms)
+    heads = G * split
+    before = 64 if documents else 0
+    dq, sums = (
+        empty(x, *shape, D, before=before * D)
+        for x, shape in ((q, (B, H, T)), (lse, (1, B * H, blocks(T, OCTET) * OCTET)))
+    )
+    dk, dv = empty(k, B, heads, S, D, before=before * D), empty(v, B, heads, S, E, before=before * E)
+    starts, counts = begin(do, output, lse, grad_lse, dq, padded, unit, documents=documents)
+    inputs = (q, row.block_t, width), (k, 64, width), (v, 64, width), (do, row.block_t, width)
+    made = (starts, row.block_t, 16), (sums, 64, 64), (dq, 64, 64), (dk, 64, width), (dv, 64, width)
+    if documents:
+        tables = terms.bounds.contiguous(), terms.key_document.contiguous()
+        operands = [describe_cut(*x, rows_before=False) for x in inputs]
+        first = first_rows(q, k, v, do, row.block_t, 64)
+        near = [describe_cut(x, *tile, rows_before=True) for x, (_, *tile) in zip(first, inputs, strict=True)]
+        results = [describe_cut(*x, rows_before=True) for x in made]
+    else:
+        tables, near = (counts, counts), (counts,) * 4  # which then are not read
+        operands, results = [describe(*x) for x in inputs], [describe(*x) for x in made]
     run(
-        kernel, q.device, blocks(S, row.block_s) * B * G, Launch(row.block_t, row.block_s, 4, row.stages),
-        ("hopper backward", q.device, q.dtype, width, mask, cap > 0),
-        describe(q, row.block_t, width), describe(k, 64, width), describe(v, 64, width),
-        describe(do, row.block_t, width), describe(starts, row.block_t, 16),
-        describe(sums, 64, 64), describe(dq, 64, 64), describe(dk, 64, width), describe(dv, 64, width),
-        counts, B * G, G, H // G, T, S,
-        terms.left, terms.right, 0 if terms.top_left else S - T, (cap or terms.scale) * LOG2_E.value, terms.scale,
-        terms.scale / (cap or 1.0), int(terms.deterministic), heads_together(T, width), mask, row.block_t, width,
-        row.stages, cap > 0, row.registers, row.few_registers,
+        kernel, q.device, blocks(S, row.block_s) * B * heads, Launch(row.block_t, row.block_s, 4, row.stages),
+        ("hopper backward", q.device, q.dtype, width, mask, cap > 0, documents, kinds_of(tables)),
+        *operands, *near, *results, counts, *tables, B * heads, heads, H // heads, T, S,
+        terms.left, terms.right, shift_of(terms, T, S), (cap or terms.scale) * LOG2_E.value, terms.scale,
+        terms.scale / (cap or 1.0), int(terms.deterministic), heads_together(T, width), split, mask, documents,
+        row.block_t, width, row.stages, cap > 0, row.registers, row.few_registers,
     )  # fmt: skip
-    return dq, dk, dv
+    return dq, *sum_shares(dk, dv, split)

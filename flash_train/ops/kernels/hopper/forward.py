@@ -26,23 +26,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flash_train.ops.features import Terms
-from flash_train.ops.kernels.hopper.forward_fetch import Numbers, Rings, produce
+from flash_train.ops.kernels.hopper.copies import first_rows, store_rows
+from flash_train.ops.kernels.hopper.forward_fetch import Numbers, Rings, head_of, inside, produce, told, told_document
 from flash_train.ops.kernels.hopper.masks import hide
-from flash_train.ops.kernels.hopper.places import TOGETHER, key_tile, key_tiles, locate
+from flash_train.ops.kernels.hopper.places import key_tile, key_tiles, shift_of
 from flash_train.ops.kernels.hopper.shim import (
     bar_arrive,
     bar_sync,
     describe,
+    describe_cut,
     exp2,
     in_pairs,
     rescale,
-    store,
     stored,
     tanh,
-    view,
+    wide,
 )
 from flash_train.ops.kernels.hopper.tables import FORWARD, SHARED_BYTES, Forward, tile_width
-from flash_train.ops.kernels.launch import blocks, empty, kind_of_mask, run, zeros
+from flash_train.ops.kernels.launch import blocks, empty, kind_of_bounds, kinds_of, run, zeros
 from flash_train.ops.kernels.operands import readable
 from flash_train.ops.kernels.tables import Launch
 from flash_train.ops.kernels.tiles import LN_2, LOG2_E, LOWEST, MANY
@@ -69,7 +70,7 @@ def _beside(x, l):
 @gluon.jit
 def _rows_of(lse, head, n):
     """Where the head's row 0 stands: more than 32 bits may count."""
-    return lse + head.to(gl.int64) * n.T
+    return lse + wide(head) * n.T
 
 
 @gluon.jit
@@ -142,20 +143,18 @@ def _step(q_tile, rings, i, p, acc, m, l, low, high, first_key, MASKED: gl.const
 
 
 @gluon.jit
-def _consume_tile(output, lse, rings, tile, done, again, n, ME: gl.constexpr, MASK: gl.constexpr,
+def _consume_tile(output, lse, rings, block, b, h, done, again, n, ME: gl.constexpr, MASK: gl.constexpr,
                   SOFT_CAP: gl.constexpr, BLOCK_S: gl.constexpr, E: gl.constexpr, CONSUMERS: gl.constexpr,
                   STAGES: gl.constexpr, PERSISTENT: gl.constexpr, FIXED_MAX: gl.constexpr,
                   OWN_OUTPUT: gl.constexpr):  # fmt: skip
-    """64 queries of a tile, those from 64 ME on. Returns how many tiles of keys the rings have seen."""
+    """64 queries of a tile, those from 64 ME on. `lse` stands where the head's numbers begin. Returns how many tiles of
+    keys the rings have seen."""
     BLOCK_T: gl.constexpr = CONSUMERS * 64
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1],
                                                      instr_shape=[16, BLOCK_S, 16])  # fmt: skip
     ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, E, 16])
     PROBABILITIES: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=2)
     q_tile, out_tile = rings.q.index(ME), rings.output.index(ME)
-    block, head = locate(tile, gl.cdiv(n.T, BLOCK_T), n.heads, TOGETHER, MASK != "full")
-    b = head // n.H
-    h = head - b * n.H
     tiles = key_tiles(block, n, BLOCK_T, BLOCK_S, MASK)
     count = tiles[3]
     masked = tiles[1] + tiles[2]
@@ -194,7 +193,7 @@ def _consume_tile(output, lse, rings, tile, done, again, n, ME: gl.constexpr, MA
     empty_row = l_row == 0.0  # which saw nothing: output 0, log-sum-exp minus infinity
     l_safe = gl.where(empty_row, 1.0, l_row)
     gl.store(
-        _rows_of(lse, head, n) + rows,
+        lse + n.first_query + rows,
         gl.where(empty_row, float("-inf"), m * LN_2 + gl.log(l_safe)),
         mask=rows < n.T,
     )
@@ -205,7 +204,7 @@ def _consume_tile(output, lse, rings, tile, done, again, n, ME: gl.constexpr, MA
     acc = acc * gl.convert_layout(1.0 / l_safe, gl.SliceLayout(1, ACC))[:, None]
     out_tile.store(acc.to(output.dtype))
     fence_async_shared()
-    store(output, [b, h, first, 0], view(out_tile, output.dtype, [1, 1, 64, E], output.layout))
+    store_rows(output, b, h, first, 0, n.first_query, n.T, out_tile)
     if PERSISTENT and not OWN_OUTPUT:
         tma.store_wait(0)
         mbarrier.arrive(rings.q_empty.index(ME))
@@ -213,44 +212,54 @@ def _consume_tile(output, lse, rings, tile, done, again, n, ME: gl.constexpr, MA
 
 
 @gluon.jit
-def _told(rings, turn, ME: gl.constexpr):
+def _next_tile(rings, turn, ME: gl.constexpr):
     """The tile whose queries are there."""
     mbarrier.wait(rings.q_full.index(ME), turn & 1)
-    return gl.max(rings.tile.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    return told(rings, 0)
 
 
 @gluon.jit
-def _consume(output, lse, rings, n, ME: gl.constexpr, MASK: gl.constexpr, SOFT_CAP: gl.constexpr, BLOCK_S: gl.constexpr,
-             E: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, PERSISTENT: gl.constexpr,
-             FIXED_MAX: gl.constexpr, OWN_OUTPUT: gl.constexpr):  # fmt: skip
+def _consume(output, lse, rings, n, ME: gl.constexpr, MASK: gl.constexpr, DOCUMENTS: gl.constexpr,
+             SOFT_CAP: gl.constexpr, BLOCK_S: gl.constexpr, E: gl.constexpr, CONSUMERS: gl.constexpr,
+             STAGES: gl.constexpr, PERSISTENT: gl.constexpr, FIXED_MAX: gl.constexpr,
+             OWN_OUTPUT: gl.constexpr):  # fmt: skip
     """A warpgroup that computes."""
+    BLOCK_T: gl.constexpr = CONSUMERS * 64
     if ME == CONSUMERS - 1:
         bar_arrive(TURNS, 256)
     if PERSISTENT:
         done = 0
         turn = 0
-        tile = _told(rings, turn, ME)
-        while tile < gl.cdiv(n.T, CONSUMERS * 64) * n.heads:
-            done = _consume_tile(output, lse, rings, gl.where(tile < 0, -1 - tile, tile), done, tile < 0, n, ME, MASK,
-                                 SOFT_CAP, BLOCK_S, E, CONSUMERS, STAGES, PERSISTENT, FIXED_MAX,
-                                 OWN_OUTPUT)  # fmt: skip
+        tile = _next_tile(rings, turn, ME)
+        while tile < gl.cdiv(n.T, BLOCK_T) * n.heads:
+            block, head, b, h = head_of(gl.where(tile < 0, -1 - tile, tile), n, BLOCK_T, MASK)
+            numbers = _rows_of(lse, head, n)
+            if DOCUMENTS:
+                span, own = told_document(rings)
+                done = _consume_tile(output, numbers, rings, own, b, h, done, False, inside(n, span), ME, MASK,
+                                     SOFT_CAP, BLOCK_S, E, CONSUMERS, STAGES, PERSISTENT, FIXED_MAX,
+                                     OWN_OUTPUT)  # fmt: skip
+            else:
+                done = _consume_tile(output, numbers, rings, block, b, h, done, tile < 0, n, ME, MASK, SOFT_CAP,
+                                     BLOCK_S, E, CONSUMERS, STAGES, PERSISTENT, FIXED_MAX, OWN_OUTPUT)  # fmt: skip
             turn += 1
-            tile = _told(rings, turn, ME)
+            tile = _next_tile(rings, turn, ME)
     else:
+        block, head, b, h = head_of(gl.program_id(0), n, BLOCK_T, MASK)
         mbarrier.wait(rings.q_full.index(ME), 0)
-        _consume_tile(output, lse, rings, gl.program_id(0), 0, False, n, ME, MASK, SOFT_CAP, BLOCK_S, E, CONSUMERS,
-                      STAGES, PERSISTENT, FIXED_MAX, OWN_OUTPUT)  # fmt: skip
+        _consume_tile(output, _rows_of(lse, head, n), rings, block, b, h, 0, False, n, ME, MASK, SOFT_CAP, BLOCK_S, E,
+                      CONSUMERS, STAGES, PERSISTENT, FIXED_MAX, OWN_OUTPUT)  # fmt: skip
     if ME == 0:
         bar_sync(TURNS, 256)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["heads", "H", "group", "T", "S", "left", "right", "shift"])
-def hopper_forward_kernel(q, k, v, output, lse, counter, heads, H, group, T, S, left, right, shift, scale, inner,
-                          MASK: gl.constexpr, SOFT_CAP: gl.constexpr, BLOCK_S: gl.constexpr, D: gl.constexpr,
-                          E: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, PERSISTENT: gl.constexpr,
-                          FIXED_MAX: gl.constexpr, OWN_OUTPUT: gl.constexpr, REGISTERS: gl.constexpr,
-                          FEW_REGISTERS: gl.constexpr):  # fmt: skip
+def hopper_forward_kernel(q, k, v, near, output, lse, counter, bounds, document, heads, H, group, T, S, left, right,
+                          shift, scale, inner, MASK: gl.constexpr, DOCUMENTS: gl.constexpr, SOFT_CAP: gl.constexpr,
+                          BLOCK_S: gl.constexpr, D: gl.constexpr, E: gl.constexpr, CONSUMERS: gl.constexpr,
+                          STAGES: gl.constexpr, PERSISTENT: gl.constexpr, FIXED_MAX: gl.constexpr,
+                          OWN_OUTPUT: gl.constexpr, REGISTERS: gl.constexpr, FEW_REGISTERS: gl.constexpr):  # fmt: skip
     """A program has a tile of CONSUMERS x 64 queries or, PERSISTENT, takes one after another, the next one that no
     other program has: `counter` counts from 0."""
     SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -263,7 +272,7 @@ def hopper_forward_kernel(q, k, v, output, lse, counter, heads, H, group, T, S, 
     else:
         out_tiles = q_tiles
     rings = Rings(
-        gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        gl.allocate_shared_memory(gl.int32, [7, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         gl.allocate_shared_memory(gl.float32, [CONSUMERS, 64], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         q_tiles, k_tiles, v_tiles, out_tiles,
         gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER),
@@ -282,25 +291,27 @@ def hopper_forward_kernel(q, k, v, output, lse, counter, heads, H, group, T, S, 
         mbarrier.init(rings.v_full.index(i), count=1)
         mbarrier.init(rings.v_empty.index(i), count=CONSUMERS)
     fence_async_shared()
-    n = Numbers(heads, H, group, T, S, left, right, shift, scale, inner)
+    n = Numbers(heads, H, group, T, S, left, right, shift, scale, inner, 0, 0)
     # each list of arguments in its place: a name would turn the constants into tensors
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (_consume, (output, lse, rings, n, gl.constexpr(0), MASK, SOFT_CAP, BLOCK_S, E, CONSUMERS, STAGES,
-                        PERSISTENT, FIXED_MAX, OWN_OUTPUT)),
-            (_consume, (output, lse, rings, n, gl.constexpr(1), MASK, SOFT_CAP, BLOCK_S, E, CONSUMERS, STAGES,
-                        PERSISTENT, FIXED_MAX, OWN_OUTPUT)),
-            (produce, (q, k, v, counter, rings, n, MASK, BLOCK_S, D, E, CONSUMERS, STAGES, PERSISTENT, FIXED_MAX)),
+            (_consume, (output, lse, rings, n, gl.constexpr(0), MASK, DOCUMENTS, SOFT_CAP, BLOCK_S, E, CONSUMERS,
+                        STAGES, PERSISTENT, FIXED_MAX, OWN_OUTPUT)),
+            (_consume, (output, lse, rings, n, gl.constexpr(1), MASK, DOCUMENTS, SOFT_CAP, BLOCK_S, E, CONSUMERS,
+                        STAGES, PERSISTENT, FIXED_MAX, OWN_OUTPUT)),
+            (produce, (q, k, v, near, counter, bounds, document, rings, n, MASK, DOCUMENTS, BLOCK_S, CONSUMERS, STAGES,
+                       PERSISTENT, FIXED_MAX)),
         ], [4, 1], [REGISTERS, FEW_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consume, (output, lse, rings, n, gl.constexpr(0), MASK, SOFT_CAP, BLOCK_S, E, CONSUMERS, STAGES,
-                        PERSISTENT, FIXED_MAX, OWN_OUTPUT)),
-            (_consume, (output, lse, rings, n, gl.constexpr(1), MASK, SOFT_CAP, BLOCK_S, E, CONSUMERS, STAGES,
-                        PERSISTENT, FIXED_MAX, OWN_OUTPUT)),
-            (_consume, (output, lse, rings, n, gl.constexpr(2), MASK, SOFT_CAP, BLOCK_S, E, CONSUMERS, STAGES,
-                        PERSISTENT, FIXED_MAX, OWN_OUTPUT)),
-            (produce, (q, k, v, counter, rings, n, MASK, BLOCK_S, D, E, CONSUMERS, STAGES, PERSISTENT, FIXED_MAX)),
+            (_consume, (output, lse, rings, n, gl.constexpr(0), MASK, DOCUMENTS, SOFT_CAP, BLOCK_S, E, CONSUMERS,
+                        STAGES, PERSISTENT, FIXED_MAX, OWN_OUTPUT)),
+            (_consume, (output, lse, rings, n, gl.constexpr(1), MASK, DOCUMENTS, SOFT_CAP, BLOCK_S, E, CONSUMERS,
+                        STAGES, PERSISTENT, FIXED_MAX, OWN_OUTPUT)),
+            (_consume, (output, lse, rings, n, gl.constexpr(2), MASK, DOCUMENTS, SOFT_CAP, BLOCK_S, E, CONSUMERS,
+                        STAGES, PERSISTENT, FIXED_MAX, OWN_OUTPUT)),
+            (produce, (q, k, v, near, counter, bounds, document, rings, n, MASK, DOCUMENTS, BLOCK_S, CONSUMERS, STAGES,
+                       PERSISTENT, FIXED_MAX)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, FEW_REGISTERS])  # fmt: skip
 
 
@@ -322,24 +333,33 @@ def hopper_forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tenso
     What it takes: `choice.choose_implementation`.
     """
     (B, H, T, D), (G, S, E) = q.shape, v.shape[1:]
-    output = empty(q, B, T, H, E).transpose(1, 2)
+    documents = terms.bounds is not None
+    output = empty(q, B, T, H, E, before=64 * H * E if documents else 0).transpose(1, 2)
     lse = empty(q, B, H, T, dtype=torch.float32)
     d, e = tile_width(D), tile_width(E)
     row = FORWARD[max(d, e)]
     block_t = 64 * row.consumers
-    mask, cap = kind_of_mask(terms), terms.soft_cap
+    mask, cap = kind_of_bounds(terms), terms.soft_cap
     tiles = blocks(T, block_t) * B * H
     programs = min(tiles, multiprocessors(q.device))
-    persistent = programs < tiles
-    fixed_max = persistent and torch.finfo(q.dtype).max > MANY.value
+    persistent = programs < tiles or documents
+    fixed_max = persistent and not documents and torch.finfo(q.dtype).max > MANY.value
     counter = zeros(q, 1, dtype=torch.int32) if persistent else lse  # which then is not read
-    inputs = [describe(readable(x), *tile) for x, tile in ((q, (64, d)), (k, (row.block_s, d)), (v, (row.block_s, e)))]
+    q, k, v = readable(q), readable(k), readable(v)
+    tables, near = (lse, lse), lse  # which then are not read
+    values, answer = describe(v, row.block_s, e), describe(output, 64, e)
+    if documents:
+        tables = terms.bounds.contiguous(), terms.query_document.contiguous()
+        (first,) = first_rows(q, k, v, None, 64, row.block_s)
+        near = describe_cut(first, row.block_s, e, rows_before=True)
+        values = describe_cut(v, row.block_s, e, rows_before=False)
+        answer = describe_cut(output, 64, e, rows_before=True)
     run(
         hopper_forward_kernel, q.device, programs, Launch(block_t, row.block_s, 4, row.stages),
-        ("hopper forward", q.device, q.dtype, D, E, mask, cap > 0, persistent),
-        *inputs, describe(output, 64, e), lse, counter, B * H, H, H // G, T, S, terms.left, terms.right,
-        0 if terms.top_left else S - T, (cap or terms.scale) * LOG2_E.value, terms.scale / (cap or 1.0), mask, cap > 0,
-        row.block_s, d, e, row.consumers, row.stages, persistent, fixed_max, owns_output(row, d, e, persistent),
-        row.registers, row.few_registers,
+        ("hopper forward", q.device, q.dtype, D, E, mask, cap > 0, persistent, documents, kinds_of(tables)),
+        describe(q, 64, d), describe(k, row.block_s, d), values, near, answer, lse, counter, *tables, B * H, H, H // G,
+        T, S, terms.left, terms.right, shift_of(terms, T, S), (cap or terms.scale) * LOG2_E.value,
+        terms.scale / (cap or 1.0), mask, documents, cap > 0, row.block_s, d, e, row.consumers, row.stages, persistent,
+        fixed_max, owns_output(row, d, e, persistent), row.registers, row.few_registers,
     )  # fmt: skip
     return output, lse

@@ -1,10 +1,26 @@
 """Where a program of the Hopper kernels works: its tile, and the tiles on the other side that have to do with it.
 
 `n` is a kernel's `Numbers`: of these T, S, left, right and shift are read.
+
+Documents are cut into tiles from their own first row on, each as if it stood alone. A program has those that begin in
+its block of rows: of every document one at most, and of a batch without documents the block itself.
 """
+
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+
+from flash_train.ops.features import Terms
+from flash_train.ops.kernels.hopper.shim import wide
+
+
+def shift_of(terms: Terms, T: int, S: int) -> int:
+    """Query t stands beside key t + shift. With documents it is a factor, of S - T of each: see `span_of`."""
+    if terms.top_left:
+        return 0
+    return S - T if terms.bounds is None else 1
+
 
 TOGETHER = gl.constexpr(8)
 """Heads that the forward takes at a time, so that their keys and values stay in the L2 cache."""
@@ -21,6 +37,42 @@ def locate(tile, blocks, heads, together, LAST_FIRST: gl.constexpr):
     if LAST_FIRST:
         block = blocks - 1 - block
     return block, head
+
+
+class Span(NamedTuple):
+    """A document: its first query and how many it has, its first key and how many, and its shift."""
+
+    first_query: Any
+    T: Any
+    first_key: Any
+    S: Any
+    shift: Any
+
+
+@gluon.jit
+def documents_of(document, b, block, length, BLOCK: gl.constexpr):
+    """(first, last + 1) of the documents that rows of the block belong to, of batch row b, which is `length` long."""
+    row = document + wide(b) * length
+    return gl.load(row + block * BLOCK), gl.load(row + (min(block * BLOCK + BLOCK, length) - 1)) + 1
+
+
+@gluon.jit
+def span_of(bounds, number, n):
+    """A document's; bounds outside the tensors are cut to them. With documents n.shift is 1 where their last rows stand
+    beside each other, and 0 where their first ones do."""
+    row = bounds + number * 4
+    first_query = min(max(gl.load(row), 0), n.T)
+    T = min(max(gl.load(row + 1), first_query), n.T) - first_query
+    first_key = min(max(gl.load(row + 2), 0), n.S)
+    S = min(max(gl.load(row + 3), first_key), n.S) - first_key
+    return Span(first_query, T, first_key, S, n.shift * (S - T))
+
+
+@gluon.jit
+def tile_in(block, first, length, BLOCK: gl.constexpr):
+    """(tile, whether it is there): the one of a document's that begins in the block; it has rows from `first` on."""
+    tile = (max(block * BLOCK - first, 0) + BLOCK - 1) // BLOCK
+    return tile, (first + tile * BLOCK < block * BLOCK + BLOCK) & (tile * BLOCK < length)
 
 
 @gluon.jit

@@ -32,9 +32,10 @@ def in_three(x, columns, first):
             do_not_specialize_on_alignment=["do", "output", "lse", "grad_lse"])  # fmt: skip
 def rows_kernel(do, output, lse, grad_lse, starts, dq, counts, do_strides, o_strides, dl_b, dl_h, dl_t, H, T, padded,
                 unit, D: tl.constexpr, E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
-                BLOCK_E: tl.constexpr, WIDTH: tl.constexpr, HAS_GRAD_LSE: tl.constexpr):  # fmt: skip
+                BLOCK_E: tl.constexpr, WIDTH: tl.constexpr, HAS_GRAD_LSE: tl.constexpr,
+                COUNT_ROWS: tl.constexpr):  # fmt: skip
     """-L unit and -delta = dL - rowsum(dO * O), three bf16 numbers each that begin rows of [B H, padded, 16]; and a 0
-    of `counts`: one program, BLOCK_T rows of one head.
+    of `counts`, or one for each row: one program, BLOCK_T rows of one head.
 
     Rows that saw nothing or are none get L = HIGHEST and delta = 0, and so P = dS = 0; and those that saw nothing,
     zeros in dQ [B H, T, D], for no key's program may come by.
@@ -53,7 +54,10 @@ def rows_kernel(do, output, lse, grad_lse, starts, dq, counts, do_strides, o_str
     start = in_three(tl.maximum(-tl.where(nothing, HIGHEST, L) * unit, -3.0e38), columns, 0)
     start += in_three(tl.where(nothing, 0.0, -delta), columns, 3)
     tl.store(starts + (head.to(tl.int64) * padded + rows)[:, None] * 16 + columns, start)
-    tl.store(counts + tl.program_id(0), 0)
+    if COUNT_ROWS:
+        tl.store(counts + head.to(tl.int64) * T + rows, rows * 0, mask=rows < T)
+    else:
+        tl.store(counts + tl.program_id(0), 0)
     columns = tl.arange(0, BLOCK_D)[None, :]
     zeros = tl.zeros([BLOCK_T, BLOCK_D], dq.dtype.element_ty)
     unseen = (nothing & (rows < T))[:, None] & (columns < D)
@@ -61,25 +65,26 @@ def rows_kernel(do, output, lse, grad_lse, starts, dq, counts, do_strides, o_str
 
 
 def begin(
-    do: Tensor, output: Tensor, lse: Tensor, grad_lse: Tensor | None, dq: Tensor, padded: int, unit: float
-) -> tuple[Tensor, Tensor]:
+    do: Tensor, output: Tensor, lse: Tensor, grad_lse: Tensor | None, dq: Tensor, padded: int, unit: float, *,
+    documents: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Where the sums of S^T and dP^T begin, `rows_kernel`'s [1, B H, padded, 16] bf16, and zeros to count by, one for
-    64 rows of a head; dQ's rows that saw nothing are set to 0."""
+    64 rows of a head, or for each if there are documents; dQ's rows that saw nothing are set to 0."""
     B, H, T, E = output.shape
     D = dq.shape[-1]
-    starts = empty(lse, 1, B * H, padded, 16, dtype=torch.bfloat16)
-    counts = empty(lse, B * H * padded // ROWS.block_t, dtype=torch.int32)
+    starts = empty(lse, 1, B * H, padded, 16, dtype=torch.bfloat16, before=128 * 16 if documents else 0)
+    counts = empty(lse, B * H * (T if documents else padded // ROWS.block_t), dtype=torch.int32)
     o, lse = readable(output), lse.contiguous()  # under vmap it may be one that was expanded
     dl = lse if grad_lse is None else grad_lse
     width = vector(o.element_size())
     strides = as_numbers(do.stride()), as_numbers(o.stride())
     key = (
         "hopper rows", o.device, do.dtype, o.dtype, dl.dtype, D, E, width, grad_lse is not None,
-        *(large(x) for x in (*strides, dl.stride())),
+        documents, *(large(x) for x in (*strides, dl.stride())),
     )  # fmt: skip
     run(
         rows_kernel, o.device, padded // ROWS.block_t * B * H, ROWS, key,
         do, o, lse, dl, starts, dq, counts, *strides, *dl.stride(), H, T, padded, unit, D, E,
-        ROWS.block_t, block_size(D), block_size(E), width, grad_lse is not None,
+        ROWS.block_t, block_size(D), block_size(E), width, grad_lse is not None, documents,
     )  # fmt: skip
     return starts, counts

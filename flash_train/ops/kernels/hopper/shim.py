@@ -4,8 +4,9 @@ Compiled for sm_90 by 3.6.0, 3.7.1, 3.8.0 and 3.9.0, without spills in the forwa
 products; run with 3.6.0.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from triton._C.libtriton import ir
 from triton.experimental import gluon
@@ -20,10 +21,12 @@ __all__ = [
     "bar_arrive",
     "bar_sync",
     "describe",
+    "describe_cut",
     "exp2",
     "fetch_add",
     "in_pairs",
     "load",
+    "rank_of",
     "reduce_add",
     "rescale",
     "seam",
@@ -31,6 +34,7 @@ __all__ = [
     "stored",
     "tanh",
     "view",
+    "wide",
 ]
 
 load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -50,15 +54,46 @@ else:
         _semantic.builder.create_async_tma_reduce(kind, tensor_desc.handle, coord, src.handle)
 
 
-_TILE = {(size, swizzle): gl.NVMMASharedLayout(swizzle, 8 * size, 4) for size, swizzle in ((2, 128), (2, 32), (4, 128))}
+_TILE = {
+    (size, swizzle, rank): gl.NVMMASharedLayout(swizzle, 8 * size, rank)
+    for size, swizzle in ((2, 128), (2, 32), (4, 128))
+    for rank in (4, 5)
+}
+
+
+class Before(NamedTuple):
+    """The memory from so many rows before a tensor's first one on."""
+
+    x: Tensor
+    rows: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.x.dtype
+
+    def data_ptr(self) -> int:
+        return self.x.data_ptr() - self.rows * self.x.stride(2) * self.x.element_size()
 
 
 def describe(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """A `readable` tensor [B, H, T, D] for the copy engine, in tiles of this many rows and columns of one head."""
+    return _descriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, columns])
+
+
+def describe_cut(x: Tensor, rows: int, columns: int, *, rows_before: bool) -> TensorDescriptor:
+    """Likewise, but so that a tile can end at any row: `copies.py`. `rows_before`: whether as many rows as a tile has
+    lie before the tensor's first one."""
+    (B, H, T, D), (b, h, t, d) = x.shape, x.stride()
+    base, starts = (Before(x, rows), T + 1) if rows_before else (x, max(T - rows, 0) + 1)
+    return _descriptor(base, [B, H, starts, rows, D], [b, h, t, t, d], [1, 1, 1, rows, columns])
+
+
+def _descriptor(base: Any, shape: list[int], strides: list[int], block_shape: list[int]) -> TensorDescriptor:
     # without its constructor's checks, as in `operands.descriptors`
     y = TensorDescriptor.__new__(TensorDescriptor)
-    y.base, y.shape, y.strides, y.block_shape = x, list(x.shape), list(x.stride()), [1, 1, rows, columns]
-    y.layout = _TILE[x.element_size(), min(columns * x.element_size(), 128)]
+    y.base, y.shape, y.strides, y.block_shape = base, shape, strides, block_shape
+    size = base.dtype.itemsize
+    y.layout = _TILE[size, min(block_shape[-1] * size, 128), len(shape)]
     return y
 
 
@@ -67,6 +102,12 @@ def view(x: Any, dtype: Any, shape: Any, layout: Any, _semantic: Any = None) -> 
     """Shared memory, seen in another shape and layout."""
     change = x.reinterpret if hasattr(x, "reinterpret") else x._reinterpret
     return change(dtype, shape, layout, _semantic=_semantic)
+
+
+@builtin
+def rank_of(x: Any, _semantic: Any = None) -> Any:
+    """Of a descriptor."""
+    return gl.constexpr(len(x.block_shape))
 
 
 @builtin
@@ -106,6 +147,12 @@ def seam():
         "@none bra.uni AGAIN; mov.u32 $0, 0; }",
         "=r,~{memory}", [], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
+
+
+@gluon.jit
+def wide(x):
+    """An integer in 64 bits."""
+    return x.to(gl.int64)
 
 
 @gluon.jit
