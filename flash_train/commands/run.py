@@ -143,6 +143,8 @@ def quieten() -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
     # Batches are slices of a memory-mapped file: worker processes would cost more than they bring.
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    # Who sets trainer=cpu beside a GPU means it.
+    warnings.filterwarnings("ignore", message="GPU available but not used")
     # Lightning 2.6 asks torch's pytree, and gathers from ranks, in ways that torch 2.13 wants to end.
     warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
     warnings.filterwarnings("ignore", message=r"torch.distributed.nn.functional.all_gather is deprecated")

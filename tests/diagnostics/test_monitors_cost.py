@@ -80,7 +80,6 @@ def test_the_monitors_numbers_come_with_the_loss_in_one_call_and_nothing_of_them
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 def test_on_a_gpu_the_statistics_are_read_less_than_once_a_step_and_nobody_waits(
     monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:

@@ -205,7 +205,6 @@ def test_packs_of_nothing(lengths_q, lengths_k):
     assert (output == 0).all() and (lse == -math.inf).all() and all((x == 0).all() for x in gradients)
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature:UserWarning")
 @pytest.mark.gpu
 def test_offsets_on_a_gpu_are_never_read_on_the_host():
     leaves, cu_seqlens = packed((100, 0, 77), (33, 60, 88), D=64, device="cuda", dtype=torch.bfloat16)

@@ -256,7 +256,6 @@ def test_nothing_is_tuned_while_a_user_waits():  # triton #11847
         assert not any(isinstance(x, Autotuner) for x in held), module.name
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature:UserWarning")
 def test_the_host_does_not_wait_for_the_device():
     leaves = qkv(T=2048, S=2048, D=64, dtype=torch.bfloat16, device="cuda")
     flash_attention(*leaves, causal=True, dropout=0.1).sum().backward()

@@ -16,17 +16,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def kills(folder: Path, *arguments: str) -> str:
-    command = [
-        sys.executable,
-        "-m",
-        "tests.training.kills",
-        "--seed",
-        "3",
-        "--new",
-        "0",
-        f"--folder={folder}",
-        *arguments,
-    ]
+    command = [sys.executable, "-m", "tests.training.kills", "--seed", "3", "--new", "0", f"--folder={folder}"]
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     answer = subprocess.run([*command, *arguments], cwd=REPOSITORY, env=environment, capture_output=True, text=True)
     assert answer.returncode == 0, answer.stdout + answer.stderr

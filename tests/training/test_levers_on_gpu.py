@@ -72,7 +72,8 @@ def test_an_average_lies_on_the_gpu_and_takes_four_bytes_a_parameter() -> None:
     size = sum(4 * each.numel() for each in ema.average.values())
     assert all(each.is_cuda for each in ema.average.values())
     taken = averaged["peak_allocated_bytes"] - plain["peak_allocated_bytes"]
-    assert taken == pytest.approx(size, rel=0.02)
+    uncut = size // 20 + 2**20  # of a segment of 20 MiB up to 1 MiB is given with the last block, and counted
+    assert size <= taken <= size + uncut
 
 
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
@@ -99,8 +100,8 @@ def test_masters_are_fp32_weights_with_the_same_gradients_in_a_few_kernels_that_
             p.grad = torch.randn_like(p)
             q.grad = p.grad.float()
         plain.step()
-        torch.cuda.set_sync_debug_mode("error")
         try:
+            torch.cuda.set_sync_debug_mode("error")
             ours.step()
         finally:
             torch.cuda.set_sync_debug_mode("default")

@@ -46,13 +46,11 @@ class NoWaiting(Callback):
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")  # it sees what it sees
 def test_between_log_steps_nothing_waits_for_the_device(tmp_path: Path) -> None:
     watchers = (ProgressBar(), LossHistory(), NonFiniteGuard(), EMA(), NoWaiting())
     fit(tmp_path, *watchers, precision="bf16-mixed", enable_progress_bar=True, logger=RecordingLogger())
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
 @pytest.mark.filterwarnings("ignore:You have overridden `on_before_batch_transfer`")  # which is what is meant
 @pytest.mark.parametrize("workers", [0, 1])
 def test_batches_are_copied_from_pinned_memory_and_nobody_waits_for_them(tmp_path: Path, workers: int) -> None:
