@@ -23,7 +23,7 @@ from flash_train.memory.attribution import Breakdown, Recorder, is_compiled
 from flash_train.memory.cards import ROUNDING
 from flash_train.memory.cuda_rules import inside
 from flash_train.memory.live import CATEGORIES
-from flash_train.memory.step import describe, of_batch
+from flash_train.memory.training_step import describe, loss_and_beside, of_batch
 
 logger = logging.getLogger(__name__)
 
@@ -159,8 +159,7 @@ def _take(
 ) -> None:
     if probe is not None:
         probe.enter("forward")
-    loss = step(batch)
-    loss = loss["loss"] if isinstance(loss, Mapping) and "loss" in loss else loss
+    loss, beside = loss_and_beside(step(batch))
     if not isinstance(loss, Tensor) or not loss.requires_grad or loss.numel() != 1:
         raise ValueError(
             f"loss must give one number with a gradient, got {describe(loss)}: "
@@ -178,6 +177,7 @@ def _take(
         if probe is not None:
             probe.enter("optimizer")
         optimizer.step()
+    del loss, beside  # as late as in Lightning
 
 
 def _checked(module: Any, loss: Any, optimizer: Any, warmup: Any) -> Callable[[Any], Any]:

@@ -12,13 +12,15 @@ from torch.utils._pytree import tree_map
 
 aten = torch.ops.aten
 _READ = aten._local_scalar_dense.default
+_LSTM = aten.mkldnn_rnn_layer.default
 _PLAIN = (Tensor, int, float, torch.dtype, type(None))
 """What names no device."""
 
 
 class Fakes(FakeTensorMode):
-    """torch's, with two differences: a floating number that is read (`loss.item()`, for a log) is 1, and a tensor on
-    another device is an error here, where autograd would end the process.
+    """torch's, with three differences: a floating number that is read (`loss.item()`, for a log) is 1, a tensor on
+    another device is an error here, where autograd would end the process, and an LSTM is one, of which torch's fake
+    keeps a quarter.
     """
 
     def __init__(self) -> None:
@@ -27,6 +29,11 @@ class Fakes(FakeTensorMode):
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _READ and args[0].is_floating_point() and getattr(args[0], "constant", None) is None:
             return 1.0
+        if func is _LSTM:
+            raise ValueError(
+                "what an LSTM keeps for its backward, only its kernel knows, and fake tensors have none of it: "
+                "probe_memory measures it"
+            )
         result = super().dispatch(func, types, args, kwargs or {})
         if isinstance(result, FakeTensor) and result.fake_device.type not in ("cpu", "meta"):
             raise ValueError(
@@ -80,3 +87,13 @@ class DeepCopies(TorchFunctionMode):
             tensor, memo = args
             return memo.setdefault(id(tensor), self._like(tensor))
         return function(*args, **(kwargs or {}))
+
+
+def empty_like(tensor: Tensor, *, dtype: torch.dtype, device: str) -> Tensor:
+    """One of its shape and strides, without its data. Raises ValueError for a sparse or nested one."""
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        raise ValueError(
+            f"a tensor must be dense to be predicted, got one of layout {tensor.layout}: what it takes depends on its "
+            "values; probe_memory measures it"
+        )
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device)

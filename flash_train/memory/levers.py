@@ -1,15 +1,16 @@
 """What can be changed in a training step to see what it needs then: in the fake copy of its module, in its batch."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
+
+from flash_train.memory.fakes import empty_like
 
 
 def map_tensors(change: Callable[[Tensor], Any], batch: Any) -> Any:
@@ -19,7 +20,7 @@ def map_tensors(change: Callable[[Tensor], Any], batch: Any) -> Any:
         if isinstance(x, Tensor):
             return change(x)
         if isinstance(x, Mapping):
-            new: Any = copy.copy(x)
+            new: Any = copy.copy(x) if isinstance(x, MutableMapping) else dict(x)
             for name, value in x.items():
                 new[name] = map_tensors(change, value)
             return new
@@ -35,9 +36,7 @@ def map_tensors(change: Callable[[Tensor], Any], batch: Any) -> Any:
 
 def shapes_of(batch: Any) -> Any:
     """`batch` without its data: every tensor on the device "meta", which has no memory."""
-    return map_tensors(
-        lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta"), batch
-    )  # fmt: skip
+    return map_tensors(lambda x: empty_like(x, dtype=x.dtype, device="meta"), batch)
 
 
 def rows_of(batch: Any) -> int | None:

@@ -4,11 +4,31 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 
-def configured(module: Any) -> Any:
-    """What the module's own `configure_optimizers` returns."""
+def gradient_like(parameter: nn.Parameter, optimizer: Optimizer) -> Tensor:
+    """Such as `optimizer` takes."""
+    if isinstance(optimizer, torch.optim.SparseAdam):  # none else
+        return torch.sparse_coo_tensor(
+            torch.empty(1, 0, dtype=torch.int64), parameter.new_empty(0, *parameter.shape[1:]), parameter.shape
+        )
+    return torch.empty_like(parameter, dtype=parameter.grad_dtype)
+
+
+def _made(maker: Any, module: Any) -> Any:
+    if maker is None:
+        return _configured(module)
+    if not callable(maker) or isinstance(maker, type):
+        raise TypeError(
+            f"optimizer must be a function that makes one from a module, got {_names(maker)}: "
+            "give optimizer=lambda module: torch.optim.AdamW(module.parameters())"
+        )
+    return maker(module)
+
+
+def _configured(module: Any) -> Any:
     configure = getattr(module, "configure_optimizers", None)
     if not callable(configure):
         raise ValueError(
@@ -18,9 +38,10 @@ def configured(module: Any) -> Any:
     return configure()
 
 
-def only_optimizer(configured: Any) -> Optimizer:
-    """The one optimizer in what Lightning lets `configure_optimizers` return. Raises ValueError for more, or none."""
-    found = configured
+def only_optimizer(maker: Any, module: Any) -> Optimizer:
+    """The one that `maker`, or else the module's own `configure_optimizers`, makes, in whatever Lightning lets that
+    return. Raises ValueError for more, or none, TypeError for a maker that is no function."""
+    found = _made(maker, module)
     if isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], list):
         found = found[0]  # (optimizers, schedulers)
     if isinstance(found, list | tuple) and len(found) == 1:
@@ -33,9 +54,17 @@ def only_optimizer(configured: Any) -> Optimizer:
         )
     if not isinstance(found, Optimizer):
         raise ValueError(
-            f"there must be one optimizer, got {found!r}: return one from configure_optimizers, or give optimizer="
+            f"there must be one optimizer, got {_names(found)}: return one from configure_optimizers, or give "
+            "optimizer="
         )
     return found
+
+
+def _names(found: Any) -> str:
+    """An optimizer's own text is its groups."""
+    if isinstance(found, list | tuple):
+        return f"[{', '.join(map(_names, found))}]"
+    return type(found).__name__ if isinstance(found, Optimizer) else repr(found)
 
 
 def fuse(optimizer: Optimizer) -> None:

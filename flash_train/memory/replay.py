@@ -67,7 +67,7 @@ class Replay:
 def _first_micro_batch(events: Sequence[Event]) -> Iterator[Event]:
     """Of a step whose last one has these: it finds the gradients of the step before, which die between forward and
     backward, and what the last one adds to its own stays."""
-    if not any(block.added for _, block, _ in events):
+    if not any(block.added and block.phase == "backward" for _, block, _ in events):
         return
     found = [block for phase, block, _ in events if not phase and block.category == "gradients"]
     copies: dict[Block, Block] = {}

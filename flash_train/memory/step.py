@@ -3,10 +3,9 @@
 import contextlib
 import copy
 import importlib
-import inspect
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -15,10 +14,11 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from flash_train.memory.fakes import DeepCopies, Fakes, OnCpu, Valueless
+from flash_train.memory.fakes import DeepCopies, Fakes, OnCpu, Valueless, empty_like
 from flash_train.memory.levers import map_tensors
 from flash_train.memory.live import LiveBytes
-from flash_train.memory.optimizers import configured, fuse, only_optimizer
+from flash_train.memory.optimizers import fuse, gradient_like, only_optimizer
+from flash_train.memory.training_step import describe, loss_and_beside, of_batch
 
 PRECISIONS: dict[str, tuple[torch.dtype | None, torch.dtype | None]] = {
     "32-true": (None, None),
@@ -31,7 +31,6 @@ PRECISIONS: dict[str, tuple[torch.dtype | None, torch.dtype | None]] = {
 
 OptimizerMaker = Callable[[nn.Module], Optimizer]
 Live = TypeVar("Live", bound=LiveBytes)
-_EITHER = inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 
 class FakeStep:
@@ -52,9 +51,10 @@ class FakeStep:
         fused: let the optimizer take its step in one kernel.
 
     Raises:
-        TypeError: `module` is no nn.Module.
-        ValueError: it has no `training_step` or optimizes by hand, there is no optimizer or more than one, an unknown
-            precision, an `accumulate` below 1, a clip that is not positive, or `fused` for an optimizer without it.
+        TypeError: `module` is no nn.Module, or `optimizer` no function.
+        ValueError: it has no `training_step` or optimizes by hand, has no copy, or a tensor that is not dense; there is
+            no optimizer or more than one, an unknown precision, an `accumulate` below 1, a clip that is not positive,
+            or `fused` for an optimizer without it.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class FakeStep:
                     change(self.module)
             self._attach_trainer()
             with self._mode, OnCpu(), _valueless("the optimizer"):
-                self.optimizer = only_optimizer(optimizer(self.module) if optimizer else configured(self.module))
+                self.optimizer = only_optimizer(optimizer, self.module)
                 self._warm_up(multi_tensor=multi_tensor, fused=fused)
 
     def take(self, batch: Any, live: Callable[[nn.Module], Live]) -> Live:
@@ -129,7 +129,7 @@ class FakeStep:
         live.hold("inputs", batch)
         with live:
             live.enter("forward")
-            loss = self._loss(batch)
+            loss, beside = self._loss(batch)
             live.hold_activations()
             if self._accumulate == 1:
                 self.optimizer.zero_grad()
@@ -138,19 +138,19 @@ class FakeStep:
             live.hold_gradients()
             live.enter("optimizer")
             self._update()
-            del loss
+            del loss, beside
         return live
 
-    def _loss(self, batch: Any) -> Tensor:
+    def _loss(self, batch: Any) -> tuple[Tensor, dict[str, Any]]:
+        """And what was returned beside it."""
         with self._precision(), _valueless("training_step"):
-            answer = of_batch(self.module.training_step)(batch)
-        loss = answer["loss"] if isinstance(answer, Mapping) and "loss" in answer else answer
+            loss, beside = loss_and_beside(of_batch(self.module.training_step)(batch))
         if not isinstance(loss, Tensor) or not loss.requires_grad or loss.numel() != 1:
             raise ValueError(
                 f"training_step must return the loss, or a mapping that holds it under 'loss', got {describe(loss)}: "
                 "return what .backward() is to be called on"
             )
-        return loss / self._accumulate
+        return loss / self._accumulate, beside
 
     def _update(self) -> None:
         clip = getattr(self.module, "configure_gradient_clipping", None)
@@ -181,6 +181,8 @@ class FakeStep:
             for owner in (getattr(part, "_trainer", None), getattr(part, "_fabric", None)):
                 if owner is not None:
                     memo[id(owner)] = None
+            # Fake tensors take no numbers from it, and it has no copy among them.
+            memo |= {id(x): x for x in vars(part).values() if isinstance(x, torch.Generator)}
             # A module with an _apply of its own decides for itself what .to(dtype) does to its buffers.
             convert = type(part)._apply is nn.Module._apply
             for tensor in part.parameters(recurse=False):
@@ -188,12 +190,18 @@ class FakeStep:
                 memo.setdefault(id(tensor), nn.Parameter(fake, requires_grad=tensor.requires_grad))
             for tensor in part.buffers(recurse=False):
                 memo.setdefault(id(tensor), self._like(tensor, converted=convert))
-        with DeepCopies(lambda tensor: self._like(tensor, converted=False)):
-            return copy.deepcopy(module, memo)
+        try:
+            with DeepCopies(lambda tensor: self._like(tensor, converted=False)):
+                return copy.deepcopy(module, memo)
+        except (TypeError, RuntimeError) as error:  # of a lock, a file, an iterator
+            raise ValueError(
+                f"module must be one that copy.deepcopy copies, and {type(module).__name__} is not "
+                f"({next(iter(str(error).splitlines()), repr(error))}): keep what has no copy out of it"
+            ) from error
 
     def _like(self, tensor: Tensor, *, converted: bool) -> Tensor:
         dtype = self._true_dtype if converted and self._true_dtype and tensor.is_floating_point() else tensor.dtype
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="cpu")
+        return empty_like(tensor, dtype=dtype, device="cpu")
 
     def _fake_input(self, tensor: Tensor) -> Tensor:
         return self._like(tensor, converted=True)
@@ -219,24 +227,8 @@ class FakeStep:
         for parameter in self.module.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._reached.add)
-                parameter.grad = torch.empty_like(parameter, dtype=parameter.grad_dtype)
+                parameter.grad = gradient_like(parameter, self.optimizer)
         self.optimizer.step()
-
-
-def of_batch(step: Callable[..., Any]) -> Callable[[Any], Any]:
-    """`step`, called with the batch alone: as index 0 goes with it, where Lightning would give one."""
-    kinds = [parameter.kind for parameter in inspect.signature(step).parameters.values()]
-    positional = sum(kind in (inspect.Parameter.POSITIONAL_ONLY, _EITHER) for kind in kinds)
-    if positional > 1 or inspect.Parameter.VAR_POSITIONAL in kinds:
-        return lambda batch: step(batch, 0)
-    return step
-
-
-def describe(loss: Any) -> str:
-    """What is no loss, in words."""
-    if not isinstance(loss, Tensor):
-        return type(loss).__name__
-    return f"a tensor of shape {list(loss.shape)}{'' if loss.requires_grad else ' without a gradient'}"
 
 
 def _check(module: nn.Module, *, precision: str, accumulate: int, gradient_clip: float | None) -> None:
@@ -262,8 +254,8 @@ def _check(module: nn.Module, *, precision: str, accumulate: int, gradient_clip:
         raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
     if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
         raise ValueError(f"accumulate must be a number of micro-batches from 1 on, got {accumulate!r}")
-    if gradient_clip is not None and not gradient_clip > 0:
-        raise ValueError(f"gradient_clip must be a positive norm or None for no clipping, got {gradient_clip}")
+    if gradient_clip is not None and not (isinstance(gradient_clip, int | float) and gradient_clip > 0):
+        raise ValueError(f"gradient_clip must be a positive norm or None for no clipping, got {gradient_clip!r}")
 
 
 def _lightning_package(module: nn.Module) -> str | None:

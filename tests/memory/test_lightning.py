@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from flash_train.diagnostics.memory import MemoryMonitor
+from flash_train.diagnostics.probe import probe_memory
 from flash_train.memory.cards import CARDS
 from flash_train.memory.predict import predict_peak
 from flash_train.models.gpt import GPT
@@ -61,6 +62,31 @@ def test_every_phase_of_a_run_is_predicted(
     kept = SCALARS + checkpointed * RANDOM_STATE + (PACKED if checkpointed and precision == "bf16-mixed" else 0)
     for phase, peak in predicted.phases.items():
         assert 0 <= monitor.result()["phases"][phase] - peak.size <= kept, phase
+
+
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+def test_what_a_step_returns_beside_its_loss_is_there_until_it_ends() -> None:
+    class Returning(LanguageModel):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            return {"loss": loss, "logits": self.model(batch["inputs"])}
+
+    rows = [{name: torch.randint(211, (256,)) for name in ("inputs", "targets")} for _ in range(16)]
+    module = Returning(language_model("sdpa").model, optimizer=partial(adamw, lr=1e-3))
+    monitor = MemoryMonitor(probe_step=2)
+    trainer = lightning.Trainer(
+        accelerator="cpu", max_steps=4, callbacks=[monitor], logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(rows, batch_size=4))  # pyright: ignore[reportArgumentType]
+    batch = {name: torch.stack([row[name] for row in rows[:4]]) for name in rows[0]}
+    predicted = predict_peak(module, batch, device="cpu")
+    probed = probe_memory(
+        module, batch, loss=lambda batch: module.training_step(batch, 0), optimizer=trainer.optimizers[0]
+    )
+    for phase, peak in predicted.phases.items():
+        assert 0 <= monitor.result()["phases"][phase] - peak.size <= SCALARS, phase
+        assert abs(probed.phases[phase].tracked - peak.size) <= SCALARS, phase
 
 
 def test_muon_s_state_is_half_of_adamw_s_for_the_matrices_it_takes() -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import csv
 import doctest
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flash_train.diagnostics.probe import probe_memory
 from flash_train.memory import cuda_rules, predict
+from flash_train.memory.advice import memory_advice
 from flash_train.memory.cards import CARDS, GIB
 from flash_train.memory.fakes import Fakes
 from flash_train.memory.live import LiveBytes
@@ -133,6 +135,27 @@ def test_naive_grows_with_the_square_of_t_and_flash_with_t() -> None:
 
     assert second_difference("naive") > 2 * 512**2 * (2 * 6 + 10)
     assert second_difference("flash") == 0
+
+
+def test_what_a_step_adds_to_its_gradients_in_place_is_no_micro_batch() -> None:
+    class Noisy(nn.Linear):
+        add: Any
+
+        def training_step(self, batch):
+            return self(batch).square().mean()
+
+        def configure_gradient_clipping(self, optimizer, value, algorithm):
+            for parameter in self.parameters():
+                self.add(parameter.grad, torch.randn_like(parameter))
+
+    class ByOne(Noisy):
+        add = staticmethod(lambda total, part: total.add_(part))
+
+    class ByMany(Noisy):
+        add = staticmethod(lambda total, part: torch._foreach_add_([total], [part]))  # pyright: ignore
+
+    one, many = (predict_peak(kind(1500, 1500), torch.empty(8, 1500), optimizer=adam) for kind in (ByOne, ByMany))
+    assert one.allocated == many.allocated
 
 
 def test_accumulation_keeps_the_gradients_through_the_backward() -> None:
@@ -254,6 +277,23 @@ class Exporting(Language):
         return super().training_step(batch) * len(np.asarray(batch["inputs"]))
 
 
+class Graph(Language):
+    def __init__(self, neighbours: torch.Tensor) -> None:
+        super().__init__("naive")
+        self.register_buffer("neighbours", neighbours)
+
+
+class Locked(Language):
+    def __init__(self) -> None:
+        super().__init__("naive")
+        self.lock = threading.Lock()
+
+
+class Recurrent(nn.LSTM):
+    def training_step(self, batch):
+        return self(batch["inputs"].float()[..., None])[0].mean()
+
+
 class ByHand(Foreign):
     def __init__(self) -> None:
         super().__init__()
@@ -265,7 +305,11 @@ class ByHand(Foreign):
     [
         (nn.Linear(2, 2), {}, r"module must have a training_step\(batch\) .* Linear has none: wrap it"),
         (Language("naive"), {"optimizer": None}, r"Language has no configure_optimizers: give optimizer=lambda"),
-        (Language("naive"), {"optimizer": lambda m: [adam(m), adam(m)]}, r"there must be one optimizer, got \["),
+        (
+            Language("naive"),
+            {"optimizer": lambda m: [adam(m), adam(m)]},
+            r"one optimizer, got \[AdamW, AdamW\]: return",
+        ),
         (ByHand(), {}, r"ByHand has automatic_optimization=False"),
         (Reading("naive"), {}, r"training_step must not depend on .*, and aten._local_scalar_dense.default does"),
         (
@@ -285,12 +329,39 @@ class ByHand(Foreign):
         (Language("naive"), {"precision": "bf16"}, r"precision must be one of 32-true, .*, got 'bf16'"),
         (Language("naive"), {"accumulate": 0}, r"accumulate must be a number of micro-batches from 1 on, got 0"),
         (Language("naive"), {"gradient_clip": -1.0}, r"gradient_clip must be a positive norm or None .*, got -1.0"),
+        (
+            Graph(torch.eye(4).to_sparse()),
+            {},
+            r"a tensor must be dense to be predicted, got one of layout torch.sparse_coo",
+        ),
+        (
+            Locked(),
+            {},
+            r"module must be one that copy.deepcopy copies, and Locked is not \(cannot pickle '_thread.lock'",
+        ),
+        (Recurrent(1, 4, batch_first=True), {}, r"what an LSTM keeps for its backward, .* probe_memory measures it"),
+        (Language("naive"), {"gradient_clip": "norm"}, r"gradient_clip must be a positive norm or None .*, got 'norm'"),
         (Language("naive"), {"device": "mps"}, r"device must be cuda or cpu, got 'mps'"),
     ],
 )
 def test_what_cannot_be_predicted_is_refused(module, arguments, text) -> None:
     with pytest.raises(ValueError, match=text):
         predict_peak(module, tokens(), **{"optimizer": adam, **arguments})
+
+
+@pytest.mark.parametrize(
+    "batch", [torch.eye(8).to_sparse(), torch.nested.nested_tensor([torch.ones(8)], layout=torch.jagged)]
+)
+def test_a_batch_that_is_not_dense_is_refused(batch: torch.Tensor) -> None:
+    for ask in (predict_peak, memory_advice):
+        with pytest.raises(ValueError, match="a tensor must be dense to be predicted, got one of layout"):
+            ask(Options(lambda self, batch: self(batch).sum()), batch, optimizer=adam)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD([nn.Parameter(torch.ones(1))])])
+def test_an_optimizer_is_made_by_a_function_of_the_module(optimizer: Any) -> None:
+    with pytest.raises(TypeError, match="optimizer must be a function .*: give optimizer=lambda module"):
+        predict_peak(Language("naive"), tokens(), optimizer=optimizer)
 
 
 class Naming(Language):
@@ -305,6 +376,22 @@ class Naming(Language):
 def test_code_that_names_a_gpu_and_reads_its_loss_is_predicted() -> None:
     plain, naming = (predict_peak(make("naive"), tokens(), optimizer=adam) for make in (Language, Naming))
     assert 0 <= naming.peak - plain.peak <= 6 * 512
+
+
+class Drawing(Language):
+    def __init__(self) -> None:
+        super().__init__("naive")
+        self.generator = torch.Generator()
+
+    def training_step(self, batch):
+        return super().training_step(batch) + torch.rand(1000, generator=self.generator).mean()
+
+
+def test_a_generator_of_random_numbers_is_left_where_it_was() -> None:
+    module = Drawing()
+    before = module.generator.get_state()
+    assert predict_peak(module, tokens(), optimizer=adam).peak > 0
+    assert torch.equal(module.generator.get_state(), before)
 
 
 class Options(nn.Linear):
@@ -330,15 +417,16 @@ def test_a_training_step_gets_an_index_where_lightning_gives_one(step: Any) -> N
     assert probe_memory(module, batch, optimizer=adam(module)).peak.measured > 0
 
 
-def test_sparse_gradients_are_as_small_as_they_are() -> None:
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.SparseAdam])
+def test_sparse_gradients_are_as_small_as_they_are(kind: Any) -> None:
     class Sparse(nn.Embedding):
         def training_step(self, batch):
             return self(batch).sum()
 
     module, batch = Sparse(5000, 64, sparse=True), torch.randint(5000, (2, 3))
-    predicted = predict_peak(module, batch, optimizer=lambda m: torch.optim.SGD(m.parameters()), device="cpu")
-    real = probe_memory(module, batch, optimizer=torch.optim.SGD(module.parameters()))
-    assert predicted.peak == pytest.approx(real.peak.measured, abs=4096)  # the table has 1.3 MB
+    predicted = predict_peak(module, batch, optimizer=lambda m: kind(m.parameters()), device="cpu")
+    real = probe_memory(module, batch, optimizer=kind(module.parameters()))
+    assert predicted.peak == pytest.approx(real.peak.measured, abs=16384)  # the table has 1.3 MB
 
 
 def test_a_tensor_on_a_gpu_that_comes_about_all_the_same_is_an_error_and_not_the_end() -> None:
