@@ -44,7 +44,7 @@ class Curve:
 
         It was asked, and the next multiple too (unless it is beyond the limit). The first question is about `first`,
         or near it; each other is put where the polynomial through the last answers crosses the budget, and, where that
-        stops helping, more and more beyond, until the answer lies between two that are near.
+        stops helping, more and more towards the middle of what the answer lies in.
         """
         limit -= limit % step
         fits, fails = 0, limit + step  # in which the answer lies: [fits, fails)
@@ -57,14 +57,12 @@ class Curve:
             else:
                 fails = size
             helped = 2 * (fails - fits) <= width or (counted <= budget and doubled)
-            slow = 0 if helped else slow + 1
+            slow = max(0, slow - 1) if helped else slow + 1
             level = budget + self(size) - counted  # of the polynomials, if what counts lies as far from them there
             crossing, middle = int(self._crossing(level, fits, fails)), self._middle(fits, fails, limit)
-            beyond = step * 4 ** (slow - 2) if slow > 1 else 0
-            if counted <= budget:
-                size = min(crossing + beyond, max(crossing, middle))
-            else:
-                size = max(crossing - beyond, min(crossing, middle))
+            crossing = min(max(crossing, fits + step), fails - step)
+            stride = step * 4 ** (slow - 2) if slow > 1 else 0
+            size = crossing + max(-stride, min(stride, middle - crossing))
             size = min(max(size // step * step, fits + step), fails - step)
         return fits or None
 

@@ -48,6 +48,15 @@ def test_what_counts_beside_the_curve_decides_and_costs_few_questions_more(budge
     assert all(size == CURVES["quadratic"](at) for at, size in curve.points.items())
 
 
+@pytest.mark.parametrize("segment", [20 * 2**20, 200 * 2**20, 1000 * 2**20])
+@pytest.mark.parametrize("each", [90_000, 330_000, 770_000])
+@pytest.mark.parametrize("budget", [8 * 2**30, 24 * 2**30])
+def test_what_counts_in_steps_that_are_wide_is_found_by_halving(segment: int, each: int, budget: int) -> None:
+    curve = Curve(lambda x: 10**9 + each * x, count=lambda x: -(-round(1.2 * curve(x)) // segment) * segment)
+    found = curve.largest(budget, step=1, first=1, limit=2**14)
+    assert found is not None and len(curve.points) <= 24
+
+
 @pytest.mark.parametrize("name", ["linear", "quadratic", "two pieces", "rounded"])
 def test_it_asks_at_most_six_times(name: str) -> None:
     curve = Curve(CURVES[name])
