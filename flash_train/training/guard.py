@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
+from flash_train.training.later import Later
 from flash_train.training.steps import is_log_step
 
 __all__ = ["NonFiniteGuard", "NonFiniteLoss"]
@@ -65,10 +66,12 @@ class _Latch:
 
 
 class NonFiniteGuard(Callback):
-    """Raises NonFiniteLoss within one logging interval of the first micro-batch whose loss is not finite.
+    """Raises NonFiniteLoss within one logging interval of the first micro-batch whose loss is not finite, or, on a GPU,
+    a micro-batch later.
 
     What is remembered of that micro-batch is latched on the device by a few small kernels, without a synchronisation;
-    it is read on log steps, before a checkpoint is written (so that none holds such weights), and at the end.
+    it is sent to the host on log steps, and read when the next micro-batch has begun, so that the device never waits.
+    Before a checkpoint is written (so that none holds such weights), and at the end, it is read at once.
     A module that publishes `gradient_norm` (LanguageModel) has its gradient watched too, except under fp16, where the
     loss scaler skips such steps. A batch is tokens, or a mapping with tokens under "inputs".
     """
@@ -76,16 +79,19 @@ class NonFiniteGuard(Callback):
     def __init__(self) -> None:
         self._latch: _Latch | None = None
         self._positions: list[tuple[int, int, int]] = []
+        self._known = 0  # micro-batches before the first of these
+        self._coming: tuple[int, Later] | None = None
         self._step = 0
         self._norm: Tensor | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._latch, self._positions, self._norm = None, [], None
+        self._latch, self._positions, self._known, self._coming, self._norm = None, [], 0, None, None
         self._step = trainer.global_step
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        self._receive()
         inputs = batch["inputs"] if isinstance(batch, Mapping) else batch
         if self._latch is None or self._latch.inputs.shape != inputs.shape:
             self._check()
@@ -99,11 +105,13 @@ class NonFiniteGuard(Callback):
             self._norm = _watched_norm(trainer, pl_module)
             if self._norm is not None:
                 bad |= torch.isfinite(self._norm).logical_not_()
-        self._latch.close(bad, len(self._positions) - 1, torch.stack([loss, before]), inputs)
+        self._latch.close(bad, self._known + len(self._positions) - 1, torch.stack([loss, before]), inputs)
         if finished:
             self._step = trainer.global_step
             if is_log_step(trainer, self._step):
-                self._check()
+                self._coming = len(self._positions), Later(self._latch.index)
+                if self._coming[1].is_there:
+                    self._receive()
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         self._check()
@@ -111,9 +119,23 @@ class NonFiniteGuard(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._check()
 
+    def _receive(self) -> None:
+        if self._coming is None:
+            return
+        count, index = self._coming
+        self._coming = None
+        if int(index.numbers()) >= 0:
+            self._check()
+        self._forget(count)
+
+    def _forget(self, count: int) -> None:
+        """The first micro-batches of those that are remembered: they were well."""
+        self._positions, self._known = self._positions[count:], self._known + count
+
     def _check(self) -> None:
+        self._coming = None
         if self._latch is not None and (index := int(self._latch.index)) >= 0:
-            step, epoch, batch_idx = self._positions[index]
+            step, epoch, batch_idx = self._positions[index - self._known]
             loss, norm = self._latch.values.tolist()
             raise NonFiniteLoss(
                 step=step,
@@ -124,7 +146,7 @@ class NonFiniteGuard(Callback):
                 gradient_norm=norm,
                 noticed=self._positions[-1][0],
             )
-        self._positions = []
+        self._forget(len(self._positions))
 
 
 def _watched_norm(trainer: Trainer, pl_module: LightningModule) -> Tensor | None:

@@ -6,6 +6,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
+from flash_train.training.later import Later
 from flash_train.training.steps import is_log_step
 
 __all__ = ["LossHistory"]
@@ -14,8 +15,8 @@ __all__ = ["LossHistory"]
 class LossHistory(Callback):
     """Records `pl_module.step_loss` (see LanguageModel) after each optimizer step, of this rank.
 
-    The losses stay on the device and are read in bulk on log steps. The curve is in checkpoints, so that a resumed
-    run has all of it.
+    The losses stay on the device; on log steps they are sent to the host in bulk, and read on the next ones. The curve
+    is in checkpoints, so that a resumed run has all of it.
     """
 
     LONGEST_WAIT = 256  # of losses on the device when the logging interval is longer, or logging is off
@@ -23,6 +24,7 @@ class LossHistory(Callback):
     def __init__(self) -> None:
         self._curve: list[tuple[int, float]] = []
         self._pending: list[tuple[int, Tensor]] = []
+        self._coming: tuple[list[int], Later] | None = None
         self._step = 0
 
     def curve(self) -> list[list[float]]:
@@ -32,7 +34,7 @@ class LossHistory(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._step = trainer.global_step
-        self._pending = []
+        self._pending, self._coming = [], None
         self._curve = [point for point in self._curve if point[0] < self._step]
 
     def on_train_batch_end(
@@ -45,7 +47,7 @@ class LossHistory(Callback):
         self._pending.append((self._step, loss))
         self._step = trainer.global_step
         if is_log_step(trainer, self._step) or len(self._pending) >= self.LONGEST_WAIT:
-            self._read()
+            self._send()
 
     def state_dict(self) -> dict[str, Any]:
         self._read()
@@ -54,8 +56,19 @@ class LossHistory(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._curve = [(int(step), loss) for step, loss in state_dict["curve"].tolist()]
 
-    def _read(self) -> None:
+    def _send(self) -> None:
+        """What is pending on its way to the host, and what was, into the curve."""
+        self._receive()
         if self._pending:
-            losses = torch.stack([loss for _, loss in self._pending]).tolist()
-            self._curve += [(step, loss) for (step, _), loss in zip(self._pending, losses, strict=True)]
-            self._pending = []
+            steps, losses = zip(*self._pending, strict=True)
+            self._coming, self._pending = (list(steps), Later(torch.stack(losses))), []
+
+    def _receive(self) -> None:
+        if self._coming is not None:
+            steps, losses = self._coming
+            self._curve += zip(steps, losses.numbers().tolist(), strict=True)
+            self._coming = None
+
+    def _read(self) -> None:
+        self._send()
+        self._receive()

@@ -2,8 +2,10 @@
 
 import math
 import time
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar
 from rich import get_console
@@ -11,6 +13,7 @@ from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor
 
+from flash_train.training.later import Later
 from flash_train.training.steps import is_log_step
 
 __all__ = ["ProgressBar", "Summary"]
@@ -29,14 +32,15 @@ LIVE = ("train/loss", "speed/tokens_per_second", "memory/peak_allocated_gib")
 class ProgressBar(RichProgressBar):
     """Optimizer steps done and to do, with the loss, tokens per second and peak memory that were logged last.
 
-    The numbers change on log steps only: reading them waits for the device. Where there is no terminal, each log step
-    prints one line instead.
+    The numbers change with log steps only; a GPU's are read when the next step has begun (`Later`). Where there is no
+    terminal, each log step prints one line instead.
     """
 
     def __init__(self, *, refresh_rate: int = 10) -> None:
         super().__init__(refresh_rate=refresh_rate)
         self._step = 0
         self._texts: dict[str, str] = {}
+        self._coming: tuple[int, dict[str, Later]] | None = None
 
     @property
     def total_train_batches(self) -> int | float:
@@ -54,21 +58,36 @@ class ProgressBar(RichProgressBar):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        self._step = trainer.global_step
+        self._step, self._coming = trainer.global_step, None
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self.is_disabled or trainer.global_step == self._step:
             return
+        self._show(trainer, pl_module)
         self._step = trainer.global_step
         if self.train_progress_bar_id is None:
             self._initialize_train_progress_bar_id()  # a run resumed inside an epoch does not begin one
         if is_log_step(trainer, self._step):
-            self._texts = _texts(trainer, LIVE)
-            self._update_metrics(trainer, pl_module)
-            self._print_line()
+            self._coming = self._step, _values(trainer, LIVE)
+            if all(value.is_there for value in self._coming[1].values()):
+                self._show(trainer, pl_module)
         self._update(self.train_progress_bar_id, self._step)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not self.is_disabled:
+            self._show(trainer, pl_module)
+        super().on_train_end(trainer, pl_module)
+
+    def _show(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """What came of the last log step, once."""
+        if self._coming is None:
+            return
+        step, values = self._coming
+        self._coming, self._texts = None, _texts(values)
+        self._update_metrics(trainer, pl_module)
+        self._print_line(step)
 
     def configure_columns(self, trainer: Trainer) -> list[Any]:
         """Few and narrow enough for 80 columns with the metrics that come after them."""
@@ -78,11 +97,11 @@ class ProgressBar(RichProgressBar):
     def _get_train_description(self, current_epoch: int) -> str:
         return ""  # only validation's bar needs a name
 
-    def _print_line(self) -> None:
+    def _print_line(self, step: int) -> None:
         console = get_console()
         if not console.is_terminal:
             texts = [f"{label} {text}" for label, text in self._texts.items()]
-            console.print(f"step {self._step}/{self.total_train_batches}", *texts, sep="  ", highlight=False)
+            console.print(f"step {step}/{self.total_train_batches}", *texts, sep="  ", highlight=False)
 
 
 class Summary(Callback):
@@ -113,7 +132,7 @@ class Summary(Callback):
             steps += f" (resumed after {self._first_step:,})"
         table.add_row("optimizer steps", steps)
         table.add_row("time", f"{time.perf_counter() - self._began:.1f} s")
-        texts = _texts(trainer, SHOWN)
+        texts = _texts(_values(trainer, SHOWN))
         if step_loss is not None and not is_log_step(trainer, trainer.global_step):  # what was logged is older, if any
             label, style = SHOWN["train/loss"]
             texts = {label: style.format(float(step_loss))} | {key: texts[key] for key in texts if key != label}
@@ -122,6 +141,10 @@ class Summary(Callback):
         return table
 
 
-def _texts(trainer: Trainer, names: tuple[str, ...] | dict[str, Any]) -> dict[str, str]:
+def _values(trainer: Trainer, names: Iterable[str]) -> dict[str, Later]:
     metrics = trainer.callback_metrics
-    return {SHOWN[name][0]: SHOWN[name][1].format(float(metrics[name])) for name in names if name in metrics}
+    return {name: Later(torch.as_tensor(metrics[name]).detach()) for name in names if name in metrics}
+
+
+def _texts(values: Mapping[str, Later]) -> dict[str, str]:
+    return {SHOWN[name][0]: SHOWN[name][1].format(float(value.numbers())) for name, value in values.items()}

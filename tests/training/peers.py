@@ -32,8 +32,8 @@ from flash_train.training.schedule import warmup_cosine
 PEERS = ("nanogpt", "nanogpt_flash", "transformers")
 SEED = 1337  # flash-train's own default
 LEARNING_RATE, WARM_UP_STEPS, LOG_EVERY = 6e-4, 5, 10
-"""Of all arms, as is the cosine after the warm-up. Every tenth step, by flash-train's and nanoGPT's defaults, losses are
-read, which waits for the device."""
+"""Of all arms, as is the cosine after the warm-up. Every tenth step is logged, by flash-train's default and nanoGPT's:
+that reads the loss, which waits for the device."""
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,15 @@ from typing import Any
 
 import pytest
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
 from toy_training import RecordingLogger, ToyData, batch, language_model, trainer
 
+from flash_train.training import deferred_logging, guard, history, progress
 from flash_train.training.checkpoint import Checkpoint
+from flash_train.training.deferred_logging import DeferredLogging
 from flash_train.training.guard import NonFiniteGuard, NonFiniteLoss
 from flash_train.training.history import LossHistory
+from flash_train.training.later import Later
 from flash_train.training.progress import ProgressBar, Summary
 from flash_train.training.resume import checkpoint_files, read_header
 
@@ -72,10 +76,79 @@ def test_the_loss_curve_has_every_step_under_the_number_the_loggers_use(tmp_path
 def test_losses_are_read_in_bulk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[int] = []
     history = LossHistory()
-    read = history._read
-    monkeypatch.setattr(history, "_read", lambda: (reads.append(len(history._pending)), read()))
+    send = history._send
+    monkeypatch.setattr(history, "_send", lambda: (reads.append(len(history._pending)), send()))
     fit(tmp_path, history)
     assert [count for count in reads if count] == [4, 4, 4]
+
+
+class Slow(Later):
+    """As on a GPU: whoever reads it in the step that it is of waits for that step."""
+
+    now = 0
+
+    def __init__(self, x: Tensor) -> None:
+        super().__init__(x)
+        self.is_there, self.made = False, Slow.now
+
+    def numbers(self) -> Tensor:
+        waits.append(Slow.now == self.made)
+        return super().numbers() if self.is_there else self._host
+
+
+waits: list[bool] = []
+
+
+class Count(Callback):
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        Slow.now += 1
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (deferred_logging, guard, history, progress):
+        monkeypatch.setattr(module, "Later", Slow)
+    monkeypatch.setattr(deferred_logging.DeferredLogging, "_is_slow", staticmethod(lambda x: True))
+    waits.clear()
+
+
+@pytest.mark.parametrize("options", [{}, {"val_check_interval": 4, "limit_val_batches": 1}, {"log_every_n_steps": 1}])
+def test_on_a_slow_device_the_loggers_and_the_terminal_get_the_same_and_no_step_is_waited_for(
+    tmp_path: Path, options: dict[str, Any], request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def rows(name: str) -> tuple[list[Any], list[list[float]], str]:
+        log, curve = RecordingLogger(), LossHistory()
+        fit(
+            tmp_path / name, Count(), DeferredLogging(), curve, NonFiniteGuard(), ProgressBar(), logger=log,
+            enable_progress_bar=True, **options,
+        )  # fmt: skip
+        return log.rows, curve.curve(), "".join(capsys.readouterr().out.split("step")[1:])
+
+    expected = rows("fast")
+    request.getfixturevalue("slow")
+    assert rows("slow") == expected and len(expected[0]) >= 3
+    assert len(waits) >= 8 and sum(waits) <= 3, "each of three readers at the end of the run alone"
+
+
+def test_on_a_slow_device_the_guard_names_the_same_step_and_batch_a_micro_batch_later(
+    tmp_path: Path, slow: None
+) -> None:
+    with pytest.raises(NonFiniteLoss) as caught:
+        fit(tmp_path, Count(), NonFiniteGuard(), Poison(step=4, gradient=False))
+    assert (caught.value.step, caught.value.epoch, caught.value.batch_idx) == (4, 1, 0)
+    assert "in step 4 (noticed in step 7)" in str(caught.value)
+
+
+def test_on_a_slow_device_a_run_that_dies_has_logged_what_it_was_about_to(tmp_path: Path, slow: None) -> None:
+    class Dies(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+            if trainer.global_step == 9:
+                raise RuntimeError("of something else")
+
+    log = RecordingLogger()
+    with pytest.raises(RuntimeError, match="of something else"):
+        fit(tmp_path, DeferredLogging(), Dies(), logger=log)
+    assert [step for step, row in log.rows if "train/loss" in row] == [3, 7]
 
 
 class Meter(Callback):
