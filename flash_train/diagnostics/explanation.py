@@ -96,15 +96,8 @@ class Explanation:
 def explain(incident: Incident, message: str, where: Circumstances, *, seconds: float) -> Explanation:
     """Takes fake steps for some `seconds`. What cannot be predicted is said, with the reason; never an exception of the
     prediction's."""
-    advisory, left_out = None, ()
     limit = None if incident.counters is None else incident.counters.available
-    try:
-        advisory = predicted_advice(where, limit=limit, seconds=seconds)
-    except Exception as error:
-        first = next(iter(str(error).splitlines()), repr(error))
-        left_out = (f"the step could not be taken on fake tensors: {first}",)
-        if where.probed is not None:
-            advisory = modelled_advice(where.probed, limit=limit)
+    advisory, left_out = advised(where, limit=limit, seconds=seconds)
     moment = None if advisory is None else _moment(incident, where, advisory.breakdown)
     measured = counters_advice(incident, where.outside_before)
     return Explanation(
@@ -119,7 +112,7 @@ def explain(incident: Incident, message: str, where: Circumstances, *, seconds: 
         basis="" if advisory is None else advisory.breakdown.source,
         advisory=advisory,
         advice=(*measured, *(() if advisory is None else advisory.advice)),
-        left_out=(*left_out, *(() if advisory is None else advisory.left_out)),
+        left_out=left_out,
     )
 
 
@@ -140,6 +133,18 @@ def circumstances(trainer: Trainer, module: LightningModule, batch: Any, phase: 
         device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         **more,
     )
+
+
+def advised(
+    where: Circumstances, *, limit: int | None = None, seconds: float
+) -> tuple[Advisory | None, tuple[str, ...]]:
+    """`predicted_advice`, or else what can be said of the last probed step, if there is one; and what was left out."""
+    try:
+        advisory = predicted_advice(where, limit=limit, seconds=seconds)
+        return advisory, advisory.left_out
+    except Exception as error:  # whatever a foreign step does
+        reason = f"the step could not be taken on fake tensors: {next(iter(str(error).splitlines()), repr(error))}"
+    return None if where.probed is None else modelled_advice(where.probed, limit=limit), (reason,)
 
 
 def predicted_advice(where: Circumstances, *, limit: int | None = None, seconds: float) -> Advisory:

@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from flash_train.diagnostics.explanation import circumstances, predicted_advice
+from flash_train.diagnostics.explanation import advised, circumstances
 from flash_train.diagnostics.ledger import ledger_of
 from flash_train.diagnostics.memory import GIB, held_by, steps_left
 from flash_train.diagnostics.meters import AllocatorMeter, Meter, ProfilerMeter
@@ -236,7 +236,8 @@ class MemoryProbe(Monitor):
         folder: where the files go; None: where the first logger writes, and nowhere without a logger.
         advice: also take the step again on fake tensors, in other ways, and print what each would save (see
             `memory_advice`); `advisory` holds it. Some seconds, once; training_step is called on a copy, so what it
-            does beside computing it does again. Only where there is one process.
+            does beside computing it does again. A step that cannot be predicted is judged by the probed one. Only where
+            there is one process.
     """
 
     numbers = ("peak", *_PARTS, "score_matrices", "flash_would_save")
@@ -360,9 +361,9 @@ class MemoryProbe(Monitor):
     def _advise(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> None:
         from flash_train.diagnostics.oom_output import print_advice
 
-        where = circumstances(trainer, pl_module, batch, "between two batches")
-        self.advisory = predicted_advice(where, seconds=60.0)
-        print_advice(self.advisory.advice, left_out=self.advisory.left_out)
+        where = circumstances(trainer, pl_module, batch, "between two batches", probed=self.breakdown)
+        self.advisory, left_out = advised(where, seconds=60.0)
+        print_advice(() if self.advisory is None else self.advisory.advice, left_out=left_out)
 
     @never_raises
     def _batch_ends(self, trainer: Trainer) -> None:

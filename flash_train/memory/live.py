@@ -212,7 +212,8 @@ class LiveBytes(TorchDispatchMode):
         storage = storage_of(tensor)
         if storage is None or tensor.device.type != self._device:
             return None
-        block = self._block(storage.nbytes(), tuple(tensor.shape), tensor.dtype, operation)
+        shape = (tensor.numel(),) if tensor.is_nested else tuple(tensor.shape)
+        block = self._block(storage.nbytes(), shape, tensor.dtype, operation)
         key = id(storage)  # a storage keeps its Python object for life, and with it the address
 
         def died(_: Any) -> None:

@@ -303,7 +303,9 @@ def test_a_compiled_model_is_probed_eagerly_says_so_and_stays_compiled(in_place:
     assert len(compiled) == 1 and len(ran) == 4
 
 
-def test_manual_optimization_is_one_phase() -> None:
+def test_manual_optimization_is_one_phase_and_is_not_predicted(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     class Manual(TinyModule):
         def __init__(self) -> None:
             super().__init__(width=1009)  # weights, and what belongs to them, are most of it
@@ -315,11 +317,27 @@ def test_manual_optimization_is_one_phase() -> None:
             optimizer.step()
             optimizer.zero_grad()
 
-    probe = MemoryProbe(step=1)
+    probe = MemoryProbe(step=1, advice=True)
     trainer(probe).fit(Manual(), batches(4))
     assert probe.breakdown is not None and list(probe.breakdown.phases) == ["step"]
     parts = probe.breakdown.peak.categories
     assert parts["gradients"] > 0, parts  # which are gone when the batch ends
+    said = capsys.readouterr().out
+    assert "Not predicted: the step could not be taken on fake tensors: module must leave optimization to" in said
+    assert probe.advisory is not None and probe.advisory.breakdown is probe.breakdown
+    assert "stopped measuring" not in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+def test_a_step_of_nested_tensors_is_probed() -> None:
+    class Ragged(TinyModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            rows = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)])
+            return self.loss(batch) + rows.to_padded_tensor(0.0).sum()
+
+    probe = MemoryProbe(step=1)
+    trainer(probe).fit(Ragged(), batches(4))
+    assert probe.breakdown is not None and probe.breakdown.peak.measured > 0
 
 
 def test_an_exception_in_the_probed_step_leaves_everything_as_it_was() -> None:
