@@ -90,6 +90,7 @@ def build_module(
         schedule=build(config["schedule"], key="schedule"),
         gradient_clip=config["gradient_clip"],
         loss_chunk_rows=config["loss"]["chunk_rows"],
+        z_loss=config["loss"].get("z_loss", 0.0),  # a run that was begun before there was one has none
         compile=config["compile"]["enabled"],
         compile_mode=config["compile"]["mode"],
         bytes_per_token=data.source_bytes_per_token or data.bytes_per_token,

@@ -1,6 +1,7 @@
 """What a configuration may hold beside the arguments of its `_target_`s, looked at before anything is built."""
 
 import inspect
+import math
 from collections.abc import Mapping
 from pkgutil import resolve_name
 from typing import Any, Literal
@@ -23,7 +24,7 @@ _TOP: dict[str, Any] = {
 _GROUPS: dict[str, dict[str, Any]] = {
     "attention": {"implementation": str},
     "checkpointing": {"granularity": str, "every": int},
-    "loss": {"chunk_rows": int | None},
+    "loss": {"chunk_rows": int | None, "z_loss": float},
     "compile": {
         "enabled": bool,
         "mode": Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"],
@@ -84,6 +85,10 @@ def check_values(config: Config) -> None:
         raise ValueError(f"validate_every must be a positive whole number, got {config['validate_every']}")
     for group, hints in _GROUPS.items():
         check_arguments(config[group], hints, key=group)
+    if not 0 <= config["loss"].get("z_loss", 0.0) < math.inf:
+        raise ValueError(
+            f"loss.z_loss must be a finite number from 0 on, got {config['loss']['z_loss']}; 1e-4 is usual"
+        )
     _check_levers(config)
     for group, elsewhere in _ELSEWHERE.items():
         for name in elsewhere.keys() & config[group].keys():

@@ -37,7 +37,7 @@ def quoted(value: object) -> str:
 
 
 def levers(config: Mapping[str, Any]) -> list[str]:
-    """What in a run's configuration changes its memory or speed and not the model, in a few words each."""
+    """What in a run's configuration changes memory, speed or loss and not the model, in a few words each."""
     precision, checkpointing, compiled = config["precision"], config["checkpointing"], config["compile"]
     parts = [precision["lightning"]]
     if precision["residual"] == "bf16" and precision["lightning"] == "bf16-mixed":
@@ -56,6 +56,8 @@ def levers(config: Mapping[str, Any]) -> list[str]:
         parts.append(f"checkpointing of {which}{kept}")
     if chunk_rows := config["loss"]["chunk_rows"]:
         parts.append(f"loss in chunks of {chunk_rows:,} rows")
+    if z_loss := config["loss"].get("z_loss"):
+        parts.append(f"z-loss {z_loss:g}")
     if (multiple := config["vocabulary_multiple"]) != 1:
         parts.append(f"vocabulary padded to a multiple of {multiple}")
     return parts

@@ -8,7 +8,6 @@ from typing import Any, cast
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -16,6 +15,7 @@ from flash_train.ops.cross_entropy import chunked_cross_entropy
 from flash_train.training.averaging import EMA, TRAINING_WEIGHTS
 from flash_train.training.evaluation import Score, score_sources, total_score
 from flash_train.training.groups import check_groups
+from flash_train.training.loss import IGNORED, check_z_loss, cross_entropy, cross_entropy_and_z_loss, with_hidden
 from flash_train.training.master_weights import AdamWWithMasters
 from flash_train.training.plain import require_plain
 from flash_train.training.resumed_optimizer import follow_rates, keep_options
@@ -31,13 +31,13 @@ class LanguageModel(LightningModule):
 
     A batch is {"inputs": [B, T] int64, "targets": [B, T] int64}; a target of -100 is left out. Where a batch has
     "documents" too, [B, T] integer ids, the module gets them as its second argument. The loss is the mean
-    cross-entropy in nats per token, reduced in fp32 at every precision.
+    cross-entropy in nats per token, reduced in fp32 at every precision. In training a z-loss may be added to it.
 
     Logged, once per optimizer step and on log steps only: `train/loss` (mean of the step's micro-batches and of the
     ranks), `train/gradient_norm` (before clipping), `train/learning_rate`, `train/tokens` (since the beginning, all
-    ranks); after each validation `validation/loss` (mean over all its tokens), `validation/perplexity` and
-    `validation/bits_per_byte`, and where it is of several sources `validation/<source>/loss` and so on. `scores` are
-    those of the last validation by source.
+    ranks), with a z-loss `train/cross_entropy` (the loss without it); after each validation `validation/loss` (mean
+    over all its tokens), `validation/perplexity` and `validation/bits_per_byte`, and where it is of several sources
+    `validation/<source>/loss` and so on. `scores` are those of the last validation by source.
     For observers, on the device and without a synchronisation: `step_loss` and `gradient_norm`, fp32 scalars of the
     last optimizer step (`gradient_norm` of the last log step when nothing is clipped).
 
@@ -50,6 +50,9 @@ class LanguageModel(LightningModule):
             which refuses a fused AdamW under mixed precision.
         loss_chunk_rows: so many rows of logits exist at a time (see `ops.cross_entropy`); for a model whose forward
             takes `head` as the GPT's does. None: all at once.
+        z_loss: so many times the mean square of the logits' log-sum-exp is added to the loss in training (PaLM:
+            1e-4), which holds it near 0. What is validated is the cross-entropy alone. With a loss in chunks the
+            micro-batches of log steps make their logits once more, to log it.
         compile: compile `model` (and nothing of Lightning's), in torch's mode `compile_mode`.
         bytes_per_token: of the validation split; without it no bits per byte are logged. Where that is of several
             sources, of each by its name (None: unknown); a batch says its own under "source", a number in their order.
@@ -57,8 +60,8 @@ class LanguageModel(LightningModule):
         run_config: plain values, written into checkpoints under that name.
 
     Raises:
-        ValueError: `gradient_clip` is not positive, `run_config` holds something else than plain values, or a model
-            that does not take `head` is to have its loss in chunks.
+        ValueError: `gradient_clip` is not positive, `z_loss` is negative or not finite, `run_config` holds something
+            else than plain values, or a model that does not take `head` is to have its loss in chunks.
     """
 
     step_loss: Tensor | None = None
@@ -72,6 +75,7 @@ class LanguageModel(LightningModule):
         schedule: Callable[[Optimizer], LRScheduler] | None = None,
         gradient_clip: float | None = 1.0,
         loss_chunk_rows: int | None = None,
+        z_loss: float = 0.0,
         compile: bool = False,
         compile_mode: str = "default",
         bytes_per_token: float | Mapping[str, float | None] | None = None,
@@ -82,10 +86,12 @@ class LanguageModel(LightningModule):
         if gradient_clip is not None and not gradient_clip > 0:
             raise ValueError(f"gradient_clip is a positive norm or None for no clipping, not {gradient_clip}.")
         require_plain(run_config, "run_config")
+        check_z_loss(z_loss)
         if loss_chunk_rows is not None:
             _check_chunks(model, loss_chunk_rows)
         self.model = model
         self.loss_chunk_rows = loss_chunk_rows
+        self.z_loss = z_loss
         self.bytes_per_token = dict(bytes_per_token) if isinstance(bytes_per_token, Mapping) else {"": bytes_per_token}
         self.scores: dict[str, Score] = {}
         self.flops_per_token = flops_per_token
@@ -95,6 +101,8 @@ class LanguageModel(LightningModule):
         self._make_optimizer = optimizer
         self._make_schedule = schedule
         self._losses: list[Tensor] = []  # of the micro-batches since the last optimizer step
+        self._entropies: list[Tensor] = []  # the same without their z-losses, if there are any and where that is logged
+        self._step_entropy: Tensor | None = None
         self._unrounded: dict[str, Tensor] = {}
         if compile:
             # In place: wrapping the module in torch.compile would put `_orig_mod.` into every name of the checkpoint.
@@ -109,12 +117,12 @@ class LanguageModel(LightningModule):
             self._unrounded = {name: p.detach() for name, p in self.model.named_parameters()}
 
     def on_train_start(self) -> None:
-        self._losses = []
+        self._losses, self._entropies = [], []
         for config in self.trainer.lr_scheduler_configs:
             follow_rates(config.scheduler)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        loss = self._cross_entropy(batch, "mean")
+        loss = self._with_z_loss(batch) if self.z_loss else self._cross_entropy(batch, "mean")
         self._losses.append(loss.detach())
         self.tokens_seen += batch["inputs"].numel() * self.trainer.world_size
         return loss
@@ -157,7 +165,7 @@ class LanguageModel(LightningModule):
         self._validation = torch.zeros(len(self.bytes_per_token), 2, dtype=torch.float64, device=self.device)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        tokens = (batch["targets"] != -100).sum()
+        tokens = (batch["targets"] != IGNORED).sum()
         sums = torch.stack([self._cross_entropy(batch, "sum").double(), tokens.double()])
         source = batch.get("source")
         # To index by a tensor would wait for the device.
@@ -191,22 +199,43 @@ class LanguageModel(LightningModule):
 
     def _cross_entropy(self, batch: Batch, reduction: str) -> Tensor:
         if self.loss_chunk_rows is not None:
-            head = partial(
-                chunked_cross_entropy,
-                targets=batch["targets"],
-                chunk_rows=self.loss_chunk_rows,
-                reduction=reduction,
-                classes=getattr(self.model, "vocabulary_size", None),  # the GPT's; its weight may have more rows
-            )
+            head = self._chunked(batch, reduction=reduction)
             return self.model(batch["inputs"], batch.get("documents"), head=head)
-        logits = self(batch["inputs"], batch.get("documents"))
-        # What autocast does by itself; a model whose weights are bf16 would reduce over V in bf16.
-        return functional.cross_entropy(logits.flatten(0, 1).float(), batch["targets"].flatten(), reduction=reduction)
+        return cross_entropy(self(batch["inputs"], batch.get("documents")), batch["targets"], reduction)
+
+    def _with_z_loss(self, batch: Batch) -> Tensor:
+        log = is_log_step(self.trainer, self.trainer.global_step + 1)
+        if self.loss_chunk_rows is None:
+            logits = self(batch["inputs"], batch.get("documents"))
+            entropy, added = cross_entropy_and_z_loss(logits, batch["targets"], self.z_loss)
+            loss = entropy + added
+        else:
+            head = partial(with_hidden, loss=self._chunked(batch, z_loss=self.z_loss))
+            loss, hidden, weight = self.model(batch["inputs"], batch.get("documents"), head=head)
+            with torch.no_grad():  # outside of the model, whose graph would be compiled for log steps and for others
+                entropy = self._chunked(batch)(hidden, weight) if log else loss
+        if log:
+            self._entropies.append(entropy.detach())
+        return loss
+
+    def _chunked(self, batch: Batch, **options: Any) -> Callable[[Tensor, Tensor], Tensor]:
+        """The loss in chunks, of hidden states and the head's weight."""
+        return partial(
+            chunked_cross_entropy,
+            targets=batch["targets"],
+            chunk_rows=cast(int, self.loss_chunk_rows),
+            classes=getattr(self.model, "vocabulary_size", None),  # the GPT's; its weight may have more rows
+            ignore_index=IGNORED,
+            **options,
+        )
 
     def _finish_accumulation(self) -> None:
         self.step_loss = torch.stack(self._losses).mean()
         count, expected = len(self._losses), self.trainer.accumulate_grad_batches
-        self._losses = []
+        # A step whose last micro-batches are told to stop is logged, but its first ones did not know.
+        known = count == len(self._entropies)
+        self._step_entropy = torch.stack(self._entropies).mean() if known else None
+        self._losses, self._entropies = [], []
         if count != expected:
             # The last group of an epoch may be short, and Lightning divided its losses by the full count.
             for parameter in self.parameters():
@@ -230,6 +259,8 @@ class LanguageModel(LightningModule):
     def _log_step(self, optimizer: Optimizer) -> None:
         assert self.step_loss is not None and self.gradient_norm is not None
         self.log("train/loss", self.step_loss, sync_dist=True)
+        if self._step_entropy is not None:
+            self.log("train/cross_entropy", self._step_entropy, sync_dist=True)
         self.log("train/gradient_norm", self.gradient_norm)
         # fp32, which a plain number becomes, counts exactly up to 16 million only.
         self.log("train/tokens", torch.tensor(self.tokens_seen, dtype=torch.float64))

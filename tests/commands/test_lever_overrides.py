@@ -20,9 +20,15 @@ from tests.commands.conftest import SHORT, Command
 @pytest.mark.parametrize(
     "levers",
     [
-        ("precision=fp32", "checkpointing=selective", "vocabulary_multiple=100"),
+        ("precision=fp32", "checkpointing=selective", "vocabulary_multiple=100", "loss.z_loss=1e-4"),
         ("precision=bf16_true", "checkpointing=block", "checkpointing.every=2", "optimizer.foreach=true"),
-        ("precision=bf16_mixed", "precision.residual=bf16", "checkpointing=selective", "loss=chunked"),
+        (
+            "precision=bf16_mixed",
+            "precision.residual=bf16",
+            "checkpointing=selective",
+            "loss=chunked",
+            "loss.z_loss=1e-4",
+        ),
         ("precision=bf16_masters", "precision.fp32_gradients=true", "callbacks=[default,ema]"),
     ],
     ids=lambda levers: levers[0],
@@ -54,6 +60,9 @@ def test_every_precision_that_a_cpu_has_trains_with_every_lever(
         (("compile=on", "compile.memory_budget=2"), "a share of the activations from 0 to 1, got 2"),
         (("checkpointing.granularity=layer",), "checkpointing must be one of none, block, selective, got 'layer'"),
         (("checkpointing=block", "checkpointing.every=0"), "checkpoint_every must be a positive integer, got 0"),
+        (("loss.z_loss=-1e-4",), "loss.z_loss must be a finite number from 0 on, got -0.0001; 1e-4 is usual"),
+        (("loss.z_loss=inf",), "loss.z_loss must be a finite number from 0 on, got inf"),
+        (("loss.z_loss=much",), "loss.z_loss must be float, got 'much'"),
         (("vocabulary_multiple=0",), "vocabulary_multiple must be a positive integer, got 0"),
         (("+model.half_residual=true",), "model.half_residual follows from other settings .*precision.residual=bf16"),
     ],

@@ -29,7 +29,8 @@ def test_it_plans_a_recipe_without_its_data_or_a_gpu(command: Command, tmp_path:
 def test_what_takes_less_memory_goes_further(command: Command, tmp_path: Path) -> None:
     longest = []
     residual, block = "precision.residual=bf16", "checkpointing=block"
-    for changes in ((), (residual,), (residual, "checkpointing=selective"), (residual, block), (block, "loss=chunked")):
+    chunked = (block, "loss=chunked", "loss.z_loss=1e-4")
+    for changes in ((), (residual,), (residual, "checkpointing=selective"), (residual, block), chunked):
         answer = command(
             main, *SMALL, "arms=[flash]", "model.depth=6", "data.sequence_length=16384", "length_step=1024", *changes
         )
@@ -37,7 +38,7 @@ def test_what_takes_less_memory_goes_further(command: Command, tmp_path: Path) -
         found = json.loads((tmp_path / "run" / "results.json").read_text())
         longest.append(found["arms"]["flash"]["longest_length"])
     assert all(one < more for one, more in itertools.pairwise(longest))
-    assert "checkpointing of each block, loss in chunks of 2,048 rows, eager" in answer.out
+    assert "checkpointing of each block, loss in chunks of 2,048 rows, z-loss 0.0001, eager" in answer.out
 
 
 def test_an_arm_that_refuses_is_named_and_the_others_go_on(command: Command, tmp_path: Path) -> None:

@@ -300,7 +300,7 @@ def test_every_lever_is_every_arm_s_and_each_run_predicts_its_own_peak(
     monkeypatch.chdir(tmp_path)
     given = ("model=gpt_nano", "arms=[naive,sdpa,flash]", "lengths=[128]", "steps=4", "loggers=none")
     levers = ("precision=bf16_mixed", "precision.residual=bf16", "checkpointing=selective", "vocabulary_multiple=100",
-              "loss=chunked", "loss.chunk_rows=100", "optimizer=muon", "schedule=wsd")  # fmt: skip
+              "loss=chunked", "loss.chunk_rows=100", "loss.z_loss=1e-4", "optimizer=muon", "schedule=wsd")  # fmt: skip
     monkeypatch.setattr(sys, "argv", ["flash-compare", *given, *levers, "judged_lengths=[]", "output=out"])
     with pytest.raises(SystemExit):
         compare.main()
@@ -312,4 +312,4 @@ def test_every_lever_is_every_arm_s_and_each_run_predicts_its_own_peak(
     said = (
         "bf16-mixed, bf16 residual, checkpointing of each block, attention's results kept, loss in chunks of 100 rows"
     )
-    assert f"{said}, vocabulary padded to a multiple of 100" in found["setting"]
+    assert f"{said}, z-loss 0.0001, vocabulary padded to a multiple of 100" in found["setting"]

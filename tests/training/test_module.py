@@ -141,6 +141,60 @@ def test_a_loss_in_chunks_trains_and_validates_as_the_whole_one(tmp_path: Path, 
     torch.testing.assert_close(*found)
 
 
+@pytest.mark.parametrize("chunk_rows", [None, 7])
+def test_a_z_loss_is_trained_on_logged_apart_and_never_validated(tmp_path: Path, chunk_rows: int | None) -> None:
+    class Masked(ToyData):
+        def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+            return {**batch, "targets": torch.where(batch["inputs"] == 3, -100, batch["targets"])}
+
+    def make() -> GPT:
+        torch.manual_seed(4)
+        return GPT(vocabulary_size=V, context_length=T, width=12, depth=2, heads=3, vocabulary_multiple=8)
+
+    module, log = LanguageModel(
+        make(), optimizer=partial(torch_sgd, lr=0.5), gradient_clip=None, z_loss=0.1, loss_chunk_rows=chunk_rows
+    ), RecordingLogger()  # fmt: skip
+    often: dict[str, Any] = {"accumulate_grad_batches": 2, "log_every_n_steps": 2, "limit_val_batches": 0}
+    trainer(tmp_path, max_steps=4, logger=log, **often).fit(module, Masked())
+
+    model, expected = make(), []
+    optimizer = torch_sgd(model, lr=0.5)
+    for positions in ([0, 1], [2, 3], [4, 5], [6]):
+        optimizer.zero_grad()
+        entropies, losses = [], []
+        for position in positions:
+            inputs, targets = batch(position)["inputs"], batch(position)["targets"]
+            logits, counts = model(inputs)[inputs != 3], targets[inputs != 3]
+            entropies.append(functional.cross_entropy(logits, counts))
+            losses.append(entropies[-1] + 0.1 * logits.logsumexp(1).square().mean())
+        loss, entropy = torch.stack(losses).mean(), torch.stack(entropies).mean()
+        loss.backward()
+        optimizer.step()
+        expected.append((float(loss.detach()), float(entropy.detach())))
+    torch.testing.assert_close(module.state_dict(), {f"model.{k}": v for k, v in model.state_dict().items()})
+    rows = [(row["train/loss"], row["train/cross_entropy"]) for _, row in log.rows if "train/loss" in row]
+    assert rows == [pytest.approx(expected[step], rel=1e-5) for step in (1, 3)]
+    [logged] = trainer(tmp_path).validate(module, ToyData(), verbose=False)
+    module.z_loss = 0.0
+    assert trainer(tmp_path).validate(module, ToyData(), verbose=False) == [logged]
+
+
+@pytest.mark.parametrize("chunk_rows", [None, 7])
+def test_a_z_loss_of_a_batch_without_targets_gives_no_gradient(chunk_rows: int | None, tmp_path: Path) -> None:
+    model = GPT(vocabulary_size=V, context_length=T, width=12, depth=1, heads=3)
+    module = LanguageModel(model, optimizer=partial(torch_sgd, lr=0.5), z_loss=0.1, loss_chunk_rows=chunk_rows)
+    module.trainer = trainer(tmp_path)
+    loss = module.training_step({"inputs": batch(0)["inputs"], "targets": torch.full((B, T), -100)}, 0)
+    loss.backward()
+    assert loss.isnan() and not any(p.grad.any() for p in model.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("z_loss", [-1e-4, math.inf, math.nan, "much", True])
+def test_a_z_loss_that_is_no_factor_is_refused(z_loss: Any) -> None:
+    with pytest.raises(ValueError, match=f"z_loss is a finite number from 0 on, not {z_loss!r}: 1e-4 is usual"):
+        language_model(z_loss=z_loss)
+
+
 def test_a_model_that_keeps_its_head_to_itself_is_told_what_the_chunks_need() -> None:
     with pytest.raises(ValueError, match=r"loss_chunk_rows=7 needs a model whose forward takes head=, and ToyModel's"):
         language_model(loss_chunk_rows=7)
@@ -163,8 +217,9 @@ def test_a_compiled_model_keeps_the_names_of_its_weights(tmp_path: Path, monkeyp
     torch.testing.assert_close(compiled.state_dict(), plain.state_dict())
 
 
+@pytest.mark.parametrize("z_loss", [0.0, 1e-4])
 def test_a_run_compiles_one_graph_to_train_and_one_to_validate_and_no_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, z_loss: float
 ) -> None:
     """With new documents in each batch, accumulation, an average and a loss in chunks; a graph break is an error."""
     torch.compiler.reset()
@@ -177,8 +232,9 @@ def test_a_run_compiles_one_graph_to_train_and_one_to_validate_and_no_more(
 
     sizes: dict[str, Any] = {"vocabulary_size": V, "context_length": T, "width": 8, "depth": 2, "heads": 2}
     model = GPT(**sizes, dropout=0.1, attention_dropout=0.1, checkpointing="selective", checkpoint_every=2)
-    module = LanguageModel(model, optimizer=partial(adamw, lr=0.01), compile=True, loss_chunk_rows=4)
-    often = {"val_check_interval": 3, "check_val_every_n_epoch": None, "accumulate_grad_batches": 2}
+    module = LanguageModel(model, optimizer=partial(adamw, lr=0.01), compile=True, loss_chunk_rows=4, z_loss=z_loss)
+    often: dict[str, Any] = {"val_check_interval": 3, "check_val_every_n_epoch": None, "accumulate_grad_batches": 2}
+    often["log_every_n_steps"] = 2
     trainer(tmp_path, EMA(), max_steps=9, precision="bf16-mixed", **often).fit(module, Packed())
     assert module.scores and graphs.frame_count == 2
 
