@@ -239,6 +239,7 @@ def run_on_cpu(
         in_pairs=lambda x: x,
         rescale=lambda acc, factor: acc * factor, fetch_add=fetch_add, layout_of=nothing,
         rank_of=lambda x: len(x.block_shape), wide=lambda x: x,
+        first_half=lambda tile, like: tile,
         warpgroup_mma=multiply, warpgroup_mma_wait=lambda left, deps: deps[0] if len(deps) == 1 else deps,
     )  # fmt: skip
     for name, x in list(names.items()):

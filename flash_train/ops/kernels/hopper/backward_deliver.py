@@ -31,9 +31,9 @@ from flash_train.ops.kernels.hopper.shim import (
     await_count,
     bar_arrive,
     bar_sync,
+    first_half,
     layout_of,
     stored,
-    view,
     wide,
 )
 
@@ -77,7 +77,7 @@ def hand_over(rings, part, number, first, last, scale, ME: gl.constexpr, DOCUMEN
     else:
         if not first:
             part += gl.convert_layout(gathered(tile.load(KEPT), DOCUMENTS), layout_of(part))
-        final = view(tile, rings.k.dtype, [64, 64], rings.k.layout)
+        final = first_half(tile, rings.k)
         final.store((part * scale).to(rings.k.dtype))
     fence_async_shared()
     bar_arrive(FULL + number % 2, 288)
@@ -142,8 +142,8 @@ def _deliver_keys(sums, dq, counts, a_head, a_tile, rings, block, b, key_head, h
         bar_sync(FULL + ME, 288)
         if last:
             h = head - b * n.G * n.group
-            store_rows(dq, b, h, row, column, n.first_query, n.T, one)
-            store_rows(dq, b, h, row + DOWN, column + RIGHT, n.first_query, n.T, two)
+            store_rows(dq, b, h, row, column, n.first_query, n.T, first_half(one, rings.k))
+            store_rows(dq, b, h, row + DOWN, column + RIGHT, n.first_query, n.T, first_half(two, rings.k))
         elif first:
             store_rows(sums, 0, head, row, column, n.first_query, n.T, one)
             store_rows(sums, 0, head, row + DOWN, column + RIGHT, n.first_query, n.T, two)

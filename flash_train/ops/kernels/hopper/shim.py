@@ -24,6 +24,7 @@ __all__ = [
     "describe_cut",
     "exp2",
     "fetch_add",
+    "first_half",
     "in_pairs",
     "load",
     "rank_of",
@@ -102,6 +103,12 @@ def view(x: Any, dtype: Any, shape: Any, layout: Any, _semantic: Any = None) -> 
     """Shared memory, seen in another shape and layout."""
     change = x.reinterpret if hasattr(x, "reinterpret") else x._reinterpret
     return change(dtype, shape, layout, _semantic=_semantic)
+
+
+@gluon.jit
+def first_half(tile, like):
+    """Of a tile [64, 64] of fp32 the first half, seen as one of 16-bit numbers that is stored as `like` is."""
+    return view(tile, like.dtype, [2, 64, 64], like.layout).index(0)  # from 3.8 on a view is as large as its tile
 
 
 @builtin
