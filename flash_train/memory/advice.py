@@ -82,10 +82,15 @@ def memory_advice(
         seconds: no new change is tried after these.
 
     Raises:
-        TypeError, ValueError: where `predict_peak` does, there is no `validation_step`, or an unknown `phase`.
+        TypeError, ValueError: where `predict_peak` does, there is no `validation_step`, an unknown `phase`, a `limit`
+            that is no number of bytes, or `seconds` that are none.
     """
     if phase not in (None, "forward", "backward", "optimizer", "validation"):
         raise ValueError(f"phase must be forward, backward, optimizer, validation or None, got {phase!r}")
+    if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 0):
+        raise ValueError(f"limit must be a number of bytes or None, got {limit!r}: 24 * 2**30 are 24 GiB")
+    if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not seconds >= 0:
+        raise ValueError(f"seconds must be a number from 0 on, got {seconds!r}: 60 is usual")
     batch, validation = shapes_of(batch), phase == "validation"
 
     def record(setup: Setup) -> Breakdown:

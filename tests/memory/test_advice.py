@@ -207,6 +207,15 @@ def test_an_unknown_phase_is_refused() -> None:
         advise(Language("naive"), phase="validation")
 
 
+@pytest.mark.parametrize(
+    "wrong", [{"limit": "24GiB"}, {"limit": 2.0}, {"limit": -1}, {"seconds": "x"}, {"seconds": -1}]
+)
+def test_a_limit_is_bytes_and_seconds_are_a_number(wrong: dict[str, Any]) -> None:
+    (name,) = wrong
+    with pytest.raises(ValueError, match=f"{name} must be a number .*, got {wrong[name]!r}: "):
+        advise(Language("naive"), **wrong)
+
+
 def test_the_documented_example_runs() -> None:
     answer = doctest.testmod(advice_module)
     assert answer.attempted >= 4 and answer.failed == 0
