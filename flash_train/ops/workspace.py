@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_train.ops.choice import HOPPER
+from flash_train.ops.choice import HOPPER, TRITON_HEAD_SIZES
 from flash_train.ops.features import Terms
 from flash_train.ops.kernels.hopper.tables import BACKWARD, FORWARD, programs_a_head, tile_width
 from flash_train.ops.tiled import default_tile
@@ -20,7 +20,7 @@ def forward_workspace(capability: tuple[int, int] | None, q: Tensor, k: Tensor, 
     Hopper, of documents the first rows of values, and what lies before them and the output."""
     if capability is not None:
         terms = Terms(*rest)
-        if not _on_hopper(capability, q, terms) or terms.bounds is None:
+        if not _on_hopper(capability, q, v, terms) or terms.bounds is None:
             return 0
         (B, G, _, E), H = v.shape, q.shape[1]
         rows = FORWARD[tile_width(max(q.shape[-1], E))].block_s
@@ -62,7 +62,7 @@ def backward_workspace(
         tiles += 3 * scores if several else 2 * scores + keys * max(D, E)
         wide = q.numel() + k.numel() + v.numel() if half else 0  # fp32 sums, which the results follow at the end
         return 4 * 2 * B * H * T + max(4 * tiles + 2 * wide, 4 * wide)
-    if not _on_hopper(capability, q, terms):
+    if not _on_hopper(capability, q, rest[1], terms):
         return 4 * B * H * T
     G, S, E = rest[1].shape[1:]
     row = BACKWARD[tile_width(max(D, E))]
@@ -75,6 +75,6 @@ def backward_workspace(
     return own + 4 * B * H * T + first + 2 * 64 * (2 * D + D + D + E) + 32 * 128
 
 
-def _on_hopper(capability: tuple[int, int], q: Tensor, terms: Terms) -> bool:
-    half = q.dtype in (torch.float16, torch.bfloat16)
-    return capability == HOPPER and half and terms.implementation in ("flash", "hopper")
+def _on_hopper(capability: tuple[int, int], q: Tensor, v: Tensor, terms: Terms) -> bool:
+    half, small = q.dtype in (torch.float16, torch.bfloat16), max(q.shape[-1], v.shape[-1]) in TRITON_HEAD_SIZES
+    return capability == HOPPER and half and small and terms.implementation in ("flash", "hopper")

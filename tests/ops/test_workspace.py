@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flash_train import flash_attention
+from flash_train import Mask, flash_attention
 from flash_train.diagnostics.cpu_peak import PeakProbe
 
 
@@ -45,3 +45,20 @@ def test_on_a_cpu_the_tiles_are_declared_to_a_tenth(B: int, H: int, G: int, T: i
         peak = probe.stop().overall
         held = peak - sum(x.nbytes for x in results)
         assert operator.workspace_bytes(None, *arguments) == pytest.approx(held, rel=0.1), name
+
+
+@pytest.mark.parametrize(("D", "H"), [(512, 4), (192, 8), (64, 4)])
+def test_on_a_hopper_gpu_every_size_of_heads_has_a_number_and_grouped_heads_and_documents_take_more(D, H) -> None:
+    def declared(G: int, documents: Tensor | None) -> list[int]:
+        q, k, v = (torch.randn(1, T, heads, D).bfloat16().transpose(1, 2).requires_grad_() for heads in (H, G, G))
+        with Calls() as calls:
+            output = flash_attention(q, k, v, mask=Mask(causal=True, documents=documents), implementation="flash")
+            output.sum().backward()
+        return [operator.workspace_bytes((9, 0), *arguments) for operator, arguments in calls.seen.values()]
+
+    T = 40
+    plain, grouped = declared(H, None), declared(1, None)
+    packed = declared(H, torch.zeros(1, T, dtype=torch.int64))
+    assert plain[0] == grouped[0] == 0 and (packed[0] > 0) == (D <= 256)
+    shares = 2 * H * T * 2 * D  # a dK and a dV of each query head's programs, bf16
+    assert grouped[1] - plain[1] == (shares if D <= 256 else 0) and (packed[1] > plain[1]) == (D <= 256)
