@@ -40,6 +40,7 @@ def architecture(model: GPT) -> dict[str, Any]:
         "rotary_base": None if rotary is None else rotary.base,
         "window": model.windows[0] if len(windows) == 1 else model.windows,
         "soft_cap": attention.soft_cap,
+        "logit_soft_cap": model.logit_soft_cap,
         "sinks": attention.sinks is not None,
         "norm": "rms" if isinstance(model.final_norm, nn.RMSNorm) else "layer",
         "norm_epsilon": model.final_norm.eps,

@@ -54,7 +54,7 @@ def generate(
         ends = torch.tensor(sorted(end), dtype=prompt.dtype, device=prompt.device)
         ended = torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)
         for _ in range(max_new_tokens):
-            logits = model(tokens[:, -model.context_length :], head=_last)[:, :size]
+            logits = model.cap(model(tokens[:, -model.context_length :], head=_last)[:, :size])
             new = sample(logits, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
             tokens = torch.cat((tokens, new[:, None]), dim=1)
             ended |= torch.isin(new, ends)

@@ -41,6 +41,7 @@ class GPT(nn.Module):
             and None (all of them), repeated over the depth: ``[127, None]`` is gpt-oss's, whose ``sliding_window`` of
             128 counts the position itself.
         soft_cap: of the attention scores (50 in Gemma 2).
+        logit_soft_cap: the logits are ``logit_soft_cap * tanh(logits / logit_soft_cap)`` (30 in Gemma 2).
         sinks: whether each head learns an attention sink.
         norm: ``"layer"`` or ``"rms"``; ``norm_epsilon`` is what it adds to the variance.
         feed_forward: ``"gelu"``, ``"gelu_tanh"`` (its approximation, which GPT-2's published weights were trained with)
@@ -75,6 +76,7 @@ class GPT(nn.Module):
         rotary_base: float = 10_000.0,
         window: int | Sequence[int | None] | None = None,
         soft_cap: float | None = None,
+        logit_soft_cap: float | None = None,
         sinks: bool = False,
         norm: str = "layer",
         norm_epsilon: float = EPSILON,
@@ -100,6 +102,8 @@ class GPT(nn.Module):
         check_flag("tied_embeddings", tied_embeddings)
         check_choice("positions", positions, POSITIONS)
         check_above_zero("rotary_base", rotary_base)
+        if logit_soft_cap is not None:
+            check_above_zero("logit_soft_cap", logit_soft_cap)
         check_choice("checkpointing", checkpointing, CHECKPOINTING)
         check_positive("checkpoint_every", checkpoint_every)
         check_flag("half_residual", half_residual)
@@ -108,6 +112,7 @@ class GPT(nn.Module):
         self.width = width
         self.depth = depth
         self.windows = windows_by_layer(window, depth)
+        self.logit_soft_cap = logit_soft_cap
         self.implementation = implementation
         self.checkpointing = checkpointing
         self.checkpoint_every = checkpoint_every
@@ -155,7 +160,8 @@ class GPT(nn.Module):
         ``head`` makes what is returned, of the last hidden states ``[B, T, C]`` and the head's weight ``[V, C]``: the
         logits, or whatever a function of yours makes (a loss that never holds all logits,
         ``partial(chunked_cross_entropy, targets=targets, classes=model.vocabulary_size)``). Where the vocabulary is
-        padded, the weight that it gets has rows from V on that are no tokens.
+        padded, the weight that it gets has rows from V on that are no tokens; ``logit_soft_cap`` is its to apply
+        (``soft_cap=model.logit_soft_cap``, or ``model.cap``).
 
         Raises ``ValueError`` unless T is at most ``context_length`` and there is an id for each token, and
         ``TypeError`` for documents of another class.
@@ -186,7 +192,12 @@ class GPT(nn.Module):
         if head is not None:
             return head(x, weight)
         logits = F.linear(x, weight)
-        return logits if len(weight) == self.vocabulary_size else logits[..., : self.vocabulary_size]
+        return self.cap(logits if len(weight) == self.vocabulary_size else logits[..., : self.vocabulary_size])
+
+    def cap(self, logits: Tensor) -> Tensor:
+        """``logits`` of the head's weight as the model means them: under ``logit_soft_cap``."""
+        cap = self.logit_soft_cap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def flops_per_token(self, sequence_length: int) -> int:
         """Floating-point operations per token of a training step at T = ``sequence_length``, by ``flops.py``'s formula.

@@ -225,6 +225,7 @@ class LanguageModel(LightningModule):
             targets=batch["targets"],
             chunk_rows=cast(int, self.loss_chunk_rows),
             classes=getattr(self.model, "vocabulary_size", None),  # the GPT's; its weight may have more rows
+            soft_cap=getattr(self.model, "logit_soft_cap", None) or 0.0,
             ignore_index=IGNORED,
             **options,
         )

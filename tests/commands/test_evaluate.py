@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from flash_train.commands import evaluate, train
+from flash_train.commands import evaluate, export, train
 from flash_train.training.data.corpus import Corpus, build_corpus
 from tests.commands.conftest import SHORT, Command
 
@@ -32,6 +32,26 @@ def test_a_checkpoint_is_judged_over_the_whole_validation_split(command: Command
     assert sorted(path.name for path in tmp_path.iterdir()) == ["evaluation.json", "run", "text.txt"]
     assert found["sources"] == {} and found["perplexity"] == pytest.approx(math.exp(found["loss"]))
     assert seen_in_training["perplexity"] == pytest.approx(found["perplexity"], rel=1e-4)
+
+
+def test_a_cap_of_the_logits_is_the_run_s_own_also_where_it_is_judged_and_resumed(
+    command: Command, tmp_path: Path
+) -> None:
+    """Under so small a cap every loss is the logarithm of the vocabulary, whatever the weights are."""
+    (tmp_path / "text.txt").write_text("It was a bright cold day in April, and the clocks were striking. " * 300)
+    given = ("data=text", "data.paths=text.txt", "model.logit_soft_cap=1e-4", "loss=chunked", "loss.z_loss=1e-4")
+    assert command(train.main, *SHORT, *given).code == 0
+    assert command(train.main, "resume_from=run", "trainer.max_steps=4").code == 0
+    uniform = math.log(256)
+    for change, capped in (("loss=full", True), ("loss=chunked", True), ("model.logit_soft_cap=null", False)):
+        answer = command(evaluate.main, "checkpoint=run", "json=found.json", change)
+        assert answer.code == 0, answer.err
+        loss = json.loads((tmp_path / "found.json").read_text())["loss"]
+        assert (abs(loss - uniform) < 3e-4) is capped, (change, loss)
+    curve = json.loads((tmp_path / "run" / "result.json").read_text())["loss_curve"]
+    assert [loss for _, loss in curve] == pytest.approx([uniform + 1e-4 * uniform**2] * 4, abs=3e-4)
+    answer = command(export.main, "checkpoint=run", "output=exported")
+    assert answer.code == 2 and "transformers' gpt2 has no logit_soft_cap, got logit_soft_cap=0.0001" in answer.err
 
 
 def test_each_source_has_the_score_that_it_has_alone_and_together_tokens_weigh(

@@ -38,6 +38,17 @@ def test_the_likeliest_token_follows_the_last_tokens_of_the_context(changes: dic
     assert len(tokens.unique()) > 2
 
 
+def test_tokens_are_drawn_from_capped_logits() -> None:
+    """So small a cap makes all tokens as likely; without it so low a temperature leaves few."""
+    distinct = []
+    for cap in (None, 1e-5):
+        rows = generate(
+            make(logit_soft_cap=cap), PROMPT, max_new_tokens=99, temperature=0.01, generator=seeded(1)
+        )  # fmt: skip
+        distinct.append(len(torch.stack(rows).unique()))
+    assert distinct[0] < VOCABULARY == distinct[1]
+
+
 def test_one_seed_draws_the_same_tokens_and_another_one_others() -> None:
     model = make(dropout=0.5).train()
 

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from flash_train.models.architecture import architecture
 from flash_train.models.gpt import GPT
 from flash_train.modules.attention import SelfAttention
 from flash_train.ops.features import Documents
@@ -16,7 +17,13 @@ ON_CPU = ("flash", "tiled", "sdpa", "sdpa_math", "naive_reversed")
 GPT2: dict = {"vocabulary_size": VOCABULARY, "context_length": 41, "width": WIDTH, "depth": DEPTH, "heads": HEADS}
 LLAMA: dict = GPT2 | {"kv_heads": KV_HEADS, "positions": "rotary", "norm": "rms", "feed_forward": "swiglu"}
 EVERYTHING: dict = LLAMA | {"qk_norm": True, "tied_embeddings": False, "bias": True, "hidden_size": 70}
-FEATURED: dict = EVERYTHING | {"positions": "alibi", "window": [9, None], "soft_cap": 7.0, "sinks": True}
+FEATURED: dict = EVERYTHING | {
+    "positions": "alibi",
+    "window": [9, None],
+    "soft_cap": 7.0,
+    "logit_soft_cap": 5.0,
+    "sinks": True,
+}
 KINDS = pytest.mark.parametrize(
     "arguments", [GPT2, LLAMA, EVERYTHING, FEATURED], ids=["gpt2", "llama", "everything", "featured"]
 )
@@ -241,6 +248,16 @@ def test_flops_do_not_depend_on_the_implementation() -> None:
     assert len({build(GPT2 | {"implementation": name}).flops_per_token(37) for name in ("naive", "sdpa", "flash")}) == 1
 
 
+@pytest.mark.parametrize("padding", [{}, {"vocabulary_multiple": 64}])
+def test_logits_are_under_their_soft_cap_and_its_model_is_another(padding: dict) -> None:
+    plain, capped = make(GPT2 | padding), make(GPT2 | padding | {"logit_soft_cap": 0.7})
+    logits = capped(make_tokens())
+    torch.testing.assert_close(logits, 0.7 * torch.tanh(plain(make_tokens()) / 0.7))
+    assert logits.shape[-1] == VOCABULARY and plain(make_tokens()).abs().max() > 0.7
+    found, expected = architecture(capped), architecture(plain)
+    assert found == expected | {"logit_soft_cap": 0.7} and capped.flops_per_token(37) == plain.flops_per_token(37)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -259,6 +276,7 @@ def test_flops_do_not_depend_on_the_implementation() -> None:
         ({"norm": "batch"}, "norm must be one of layer, rms, got 'batch'"),
         ({"feed_forward": "relu"}, "feed_forward must be one of gelu, gelu_tanh, swiglu, got 'relu'"),
         ({"norm_epsilon": 0.0}, "norm_epsilon must be a number above 0, got 0.0: leave it out for the usual one"),
+        ({"logit_soft_cap": 0.0}, "logit_soft_cap must be a number above 0, got 0.0: leave it out for the usual one"),
         ({"rotary_base": -1}, "rotary_base must be a number above 0, got -1: leave it out for the usual one"),
         ({"checkpointing": "layer"}, "checkpointing must be one of none, block, selective, got 'layer'"),
         ({"implementation": "fast"}, "implementation must be one of flash, .*, got 'fast'"),

@@ -322,6 +322,7 @@ def test_a_model_takes_the_weights_of_its_own_architecture_alone(folder: Callabl
         (LLAMA_OURS | {"sinks": True}, "llama has no sinks, got sinks=True"),
         (LLAMA_OURS | {"qk_norm": True}, "llama has no qk_norm, got qk_norm=True"),
         (LLAMA_OURS | {"soft_cap": 5.0}, "llama has no soft_cap, got soft_cap=5.0"),
+        (OURS | {"logit_soft_cap": 5.0}, "gpt2 has no logit_soft_cap, got logit_soft_cap=5.0"),
         (OURS | {"kv_heads": 2}, "gpt2 has a key/value head for each head, got kv_heads=2 and heads=6"),
     ],
 )

@@ -133,7 +133,7 @@ def test_a_loss_in_chunks_trains_and_validates_as_the_whole_one(tmp_path: Path, 
     found = []
     for chunk_rows in (None, 7):
         torch.manual_seed(4)
-        model = GPT(vocabulary_size=11, context_length=T, width=12, depth=2, heads=3)
+        model = GPT(vocabulary_size=11, context_length=T, width=12, depth=2, heads=3, logit_soft_cap=0.1)
         module = LanguageModel(model, optimizer=partial(torch_sgd, lr=0.5), loss_chunk_rows=chunk_rows)
         trainer(tmp_path, max_steps=3, **options).fit(module, ToyData())
         [logged] = trainer(tmp_path).validate(module, ToyData(), verbose=False)
@@ -149,7 +149,9 @@ def test_a_z_loss_is_trained_on_logged_apart_and_never_validated(tmp_path: Path,
 
     def make() -> GPT:
         torch.manual_seed(4)
-        return GPT(vocabulary_size=V, context_length=T, width=12, depth=2, heads=3, vocabulary_multiple=8)
+        return GPT(
+            vocabulary_size=V, context_length=T, width=12, depth=2, heads=3, vocabulary_multiple=8, logit_soft_cap=0.1
+        )  # fmt: skip
 
     module, log = LanguageModel(
         make(), optimizer=partial(torch_sgd, lr=0.5), gradient_clip=None, z_loss=0.1, loss_chunk_rows=chunk_rows

@@ -41,7 +41,7 @@ _ONLY: dict[str, dict[str, Any]] = {
     "llama": {"hidden_act": "silu", "partial_rotary_factor": 1.0, "sliding_window": None},
 }
 # What transformers' two models have no place for, with the value that stands for its absence.
-_LACKING = {"window": None, "soft_cap": None, "sinks": False, "qk_norm": False}
+_LACKING = {"window": None, "soft_cap": None, "logit_soft_cap": None, "sinks": False, "qk_norm": False}
 
 
 def arguments_from_config(config: Config) -> dict[str, Any]:
