@@ -43,6 +43,15 @@ def test_every_precision_that_a_cpu_has_trains_with_every_lever(
     assert found["memory"]["predicted_bytes"] > 0
 
 
+def test_the_memory_of_a_whole_loss_with_a_z_loss_and_capped_logits_is_predicted(
+    command: Command, tmp_path: Path
+) -> None:
+    wide = ("vocabulary_size=5000", "loss.z_loss=1e-4", "model.logit_soft_cap=30")
+    assert command(main, *SHORT, *wide).code == 0
+    memory = json.loads((tmp_path / "run" / "result.json").read_text())["memory"]
+    assert memory["predicted_bytes"] == pytest.approx(memory["peak_allocated_bytes"], rel=0.01)
+
+
 @pytest.mark.parametrize(
     ("levers", "text"),
     [
