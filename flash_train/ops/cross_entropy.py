@@ -156,7 +156,7 @@ def _by_torch(
     d.scatter_add_(1, index, torch.full_like(index, -1, dtype=d.dtype))
     if soft_cap:  # the derivative of its tanh
         known, d_known = x[:, :classes].div_(soft_cap), d[:, :classes]
-        d_known -= d_known * known.square_()
+        d_known.addcmul_(d_known, known.square_(), value=-1)
     return losses, d.mul_(counts[:, None]).to(dtype)
 
 

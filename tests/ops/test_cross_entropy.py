@@ -186,12 +186,18 @@ def peak_of(loss: Callable[..., Tensor], hidden: Tensor, weight: Tensor, targets
     return peak
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager_decomp_partition"])
-def test_no_more_logits_than_a_chunks_exist_at_a_time_compiled_or_not(backend: str | None) -> None:
+@pytest.mark.parametrize(
+    ("backend", "options"),
+    [(None, {}), (None, {"soft_cap": 5.0, "z_loss": 1e-3}), ("aot_eager_decomp_partition", {})],
+    ids=["", "capped", "compiled"],
+)
+def test_no_more_logits_than_a_chunks_exist_at_a_time_compiled_or_not(
+    backend: str | None, options: dict[str, Any]
+) -> None:
     generator = torch.Generator().manual_seed(3)
     hidden, weight = (torch.randn(rows, 8, generator=generator).requires_grad_() for rows in (1024, 1000))
     targets = torch.randint(1000, (1024,), generator=generator)
-    loss = partial(chunked_cross_entropy, chunk_rows=64)
+    loss = partial(chunked_cross_entropy, chunk_rows=64, **options)
     if backend is not None:
         loss = torch.compile(loss, backend=backend, fullgraph=True)  # as Inductor parts forward and backward
         loss(hidden, weight, targets).backward()

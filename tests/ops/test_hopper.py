@@ -291,14 +291,14 @@ def test_a_deterministic_backward_is_as_exact(D, causal, window, documents):
 def test_thirty_deterministic_backwards_of_documents_give_the_same_bits(D):
     lengths = torch.tensor([0, 700, 1, 130, 64, 900, 33, 5, 5, 5, 400], device="cuda")
     offsets = lengths.cumsum(0).int()
-    x = [torch.randn(2300, 16, D, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
-    leaves = [y.requires_grad_() for y in x[:3]]
+    q, k, v, do = (torch.randn(2300, 16, D, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
     output, _ = flash_attention_packed(
-        *leaves, offsets, offsets, mask=Mask(causal=True), deterministic=True, implementation="hopper"
+        q, k, v, offsets, offsets, mask=Mask(causal=True), deterministic=True, implementation="hopper"
     )
-    first = torch.autograd.grad(output, leaves, x[3], retain_graph=True)
+    first = torch.autograd.grad(output, leaves, do, retain_graph=True)
     for _ in range(30):
-        again = torch.autograd.grad(output, leaves, x[3], retain_graph=True)
+        again = torch.autograd.grad(output, leaves, do, retain_graph=True)
         assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
 
 

@@ -141,7 +141,9 @@ def test_on_a_slow_device_the_guard_names_the_same_step_and_batch_a_micro_batch_
 
 def test_on_a_slow_device_a_run_that_dies_has_logged_what_it_was_about_to(tmp_path: Path, slow: None) -> None:
     class Dies(Callback):
-        def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        def on_train_batch_end(
+            self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        ) -> None:
             if trainer.global_step == 9:
                 raise RuntimeError("of something else")
 
