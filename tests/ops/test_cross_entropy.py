@@ -204,7 +204,8 @@ def test_no_more_logits_than_a_chunks_exist_at_a_time_compiled_or_not(
         hidden.grad = weight.grad = None
     logits, chunk = 4 * 1024 * 1000, 4 * 64 * 1000
     assert peak_of(plain, hidden, weight, targets) > 2 * logits
-    assert peak_of(loss, hidden, weight, targets) < 4 * chunk < logits / 3
+    most = 2.5 * chunk if backend is None else 4 * chunk
+    assert peak_of(loss, hidden, weight, targets) < most < logits / 3
 
 
 def test_a_compiled_model_takes_a_new_batch_without_compiling_again() -> None:
