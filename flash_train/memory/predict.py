@@ -41,7 +41,8 @@ class Prediction:
     @property
     def phase(self) -> str:
         """The one that has the peak."""
-        return max(self.phases, key=lambda name: self.allocated[name])
+        allocated = self.allocated
+        return max(allocated, key=lambda name: allocated[name])
 
     @property
     def peak(self) -> int:

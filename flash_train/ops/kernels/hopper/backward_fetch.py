@@ -132,37 +132,21 @@ def produce(inputs, near, starts, bounds, document, rings, n, MASK: gl.constexpr
 
 
 @gluon.jit
+def _fetch_keys(x, near, block, b, g, n, full, tiles, KEYS: gl.constexpr):
+    """A block's keys, or values, 64 a tile."""
+    mbarrier.expect(full, KEYS // 64 * x.block_type.nbytes)
+    for part in gl.static_range(KEYS // 64):
+        load_input(x, near, b, g, block * KEYS + part * 64, n.first_key, n.S, full, tiles.index(part))
+
+
+@gluon.jit
 def produce_keys(inputs, near, starts, rings, block, b, g, done, n, MASK: gl.constexpr, KEYS: gl.constexpr,
                  BLOCK_T: gl.constexpr, STAGES: gl.constexpr, DO_STAGES: gl.constexpr):  # fmt: skip
     """A block's keys and values, then the queries that see them and their dO, by heads. Returns how many query tiles
     the rings have seen."""
     start, _, _, end = query_tiles(block, n, BLOCK_T, KEYS, MASK)
-    mbarrier.expect(rings.k_full, KEYS // 64 * inputs.k.block_type.nbytes)
-    for part in gl.static_range(KEYS // 64):
-        load_input(
-            inputs.k,
-            near.k,
-            b,
-            g // n.split,
-            block * KEYS + part * 64,
-            n.first_key,
-            n.S,
-            rings.k_full,
-            rings.k.index(part),
-        )
-    mbarrier.expect(rings.v_full, KEYS // 64 * inputs.v.block_type.nbytes)
-    for part in gl.static_range(KEYS // 64):
-        load_input(
-            inputs.v,
-            near.v,
-            b,
-            g // n.split,
-            block * KEYS + part * 64,
-            n.first_key,
-            n.S,
-            rings.v_full,
-            rings.v.index(part),
-        )
+    _fetch_keys(inputs.k, near.k, block, b, g // n.split, n, rings.k_full, rings.k, KEYS)
+    _fetch_keys(inputs.v, near.v, block, b, g // n.split, n, rings.v_full, rings.v, KEYS)
     for member in range(0, n.group):
         h = g * n.group + member
         for back in range(start, end):
@@ -171,24 +155,14 @@ def produce_keys(inputs, near, starts, rings, block, b, g, done, n, MASK: gl.con
             if done >= STAGES:
                 bar_sync(FREE + stage, 288)
             mbarrier.expect(rings.q_full.index(stage), inputs.q.block_type.nbytes)
-            load_input(
-                inputs.q, near.q, b, h, i * BLOCK_T, n.first_query, n.T, rings.q_full.index(stage), rings.q.index(stage)
-            )
+            load_input(inputs.q, near.q, b, h, i * BLOCK_T, n.first_query, n.T, rings.q_full.index(stage),
+                       rings.q.index(stage))  # fmt: skip
             stage = done % DO_STAGES
             if done >= DO_STAGES:
                 bar_sync(FREE + STAGES + stage, 288)
             mbarrier.expect(rings.do_full.index(stage), inputs.do.block_type.nbytes + starts.block_type.nbytes)
-            load_input(
-                inputs.do,
-                near.do,
-                b,
-                h,
-                i * BLOCK_T,
-                n.first_query,
-                n.T,
-                rings.do_full.index(stage),
-                rings.do.index(stage),
-            )
+            load_input(inputs.do, near.do, b, h, i * BLOCK_T, n.first_query, n.T, rings.do_full.index(stage),
+                       rings.do.index(stage))  # fmt: skip
             load_rows(starts, 0, b * n.G * n.group + h, i * BLOCK_T, 0, n.first_query, n.T, rings.do_full.index(stage),
                       rings.starts.index(stage))  # fmt: skip
             done += 1
