@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         choose_implementation,
         flash_attention,
         flash_attention_packed,
+        flash_attention_qkv,
         flash_attention_with_lse,
     )
     from flash_train.ops.cross_entropy import chunked_cross_entropy
@@ -46,6 +47,7 @@ __all__ = [
     "chunked_cross_entropy",
     "flash_attention",
     "flash_attention_packed",
+    "flash_attention_qkv",
     "flash_attention_with_lse",
     "measured_peak",
     "memory_advice",
@@ -71,6 +73,7 @@ _MODULES = {
     "chunked_cross_entropy": "ops.cross_entropy",
     "flash_attention": "ops.attention",
     "flash_attention_packed": "ops.attention",
+    "flash_attention_qkv": "ops.attention",
     "flash_attention_with_lse": "ops.attention",
     "measured_peak": "diagnostics.peak",
     "memory_advice": "memory.advice",

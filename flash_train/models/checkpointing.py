@@ -16,6 +16,7 @@ CHECKPOINTING = ("none", "block", "selective")
 ATTENTION = frozenset(
     {
         library.attention,
+        library.qkv_attention,
         torch.ops.aten._scaled_dot_product_flash_attention.default,
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
         torch.ops.aten._scaled_dot_product_efficient_attention.default,

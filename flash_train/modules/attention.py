@@ -1,6 +1,7 @@
 """Self-attention as a module that fits into any model."""
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +10,7 @@ from flash_train.modules.alibi import alibi_slopes
 from flash_train.modules.checks import check_choice, check_dropout, check_positive
 from flash_train.modules.norm import Norm, make_norm
 from flash_train.modules.rotary import RotaryEmbedding
-from flash_train.ops.attention import IMPLEMENTATIONS, flash_attention
+from flash_train.ops.attention import IMPLEMENTATIONS, flash_attention, flash_attention_qkv
 from flash_train.ops.checks import LARGEST, check_flag, check_number
 from flash_train.ops.features import Documents, Mask, Score
 
@@ -154,14 +155,7 @@ class SelfAttention(nn.Module):
                 f"x must be [B, T, C] with C = width = {self.width}, got {list(x.shape)}: "
                 "add a missing batch dimension with unsqueeze(0)"
             )
-        heads = self.qkv(x).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
-        q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
-        q = self._normalize_and_turn(q, self.query_norm)
-        k = self._normalize_and_turn(k, self.key_norm)
-        attended = flash_attention(
-            q,
-            k,
-            v,
+        options: dict[str, Any] = dict(
             mask=Mask(self.causal, self.window, documents=documents, allowed=allowed),
             score=Score(self.soft_cap, self.alibi_slopes, bias, self.sinks),
             scale=self.scale,
@@ -169,6 +163,14 @@ class SelfAttention(nn.Module):
             deterministic=self.deterministic,
             implementation=self.implementation,
         )
+        qkv = self.qkv(x).unflatten(-1, (-1, self.head_size))
+        if self.rotary is None and self.query_norm is None:
+            attended = flash_attention_qkv(qkv, self.heads, **options)
+        else:
+            q, k, v = qkv.transpose(1, 2).split((self.heads, self.kv_heads, self.kv_heads), dim=1)
+            q = self._normalize_and_turn(q, self.query_norm)
+            k = self._normalize_and_turn(k, self.key_norm)
+            attended = flash_attention(q, k, v, **options)
         return self.dropout(self.projection(attended.transpose(1, 2).flatten(2)))
 
     def _normalize_and_turn(self, x: Tensor, norm: Norm | None) -> Tensor:

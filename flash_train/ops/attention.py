@@ -14,11 +14,12 @@ from flash_train.ops.checks import (
     check_flag,
     check_scale,
     check_tensor,
+    whole_number,
 )
 from flash_train.ops.choice import IMPLEMENTATIONS, Choice, choose_implementation
-from flash_train.ops.derivatives import attend
+from flash_train.ops.derivatives import attend, attend_jointly
 from flash_train.ops.documents import Documents
-from flash_train.ops.features import NO_MASK, NO_SCORE, Mask, Score, Terms, flatten, has_tensors
+from flash_train.ops.features import NO_MASK, NO_SCORE, Mask, Score, Terms, flatten, has_tensors, split_heads
 from flash_train.ops.kept import keep
 from flash_train.ops.reference import default_scale, naive_attention, safe_attention
 from flash_train.ops.sdpa import sdpa_attention
@@ -32,6 +33,7 @@ __all__ = [
     "choose_implementation",
     "flash_attention",
     "flash_attention_packed",
+    "flash_attention_qkv",
     "flash_attention_with_lse",
 ]
 
@@ -93,16 +95,68 @@ def flash_attention(
 
     Source: Dao 2023, FlashAttention-2 (arXiv 2307.08691, section 3); for the features see `reference.py`.
     """
-    q, k, v = _autocast(q, k, v)
+    q, k, v = _autocast(q=q, k=k, v=v)
     terms = _terms(
         q, k, v, causal=causal, mask=mask, score=score, scale=scale, dropout=dropout, deterministic=deterministic,
         output_dtype=None, implementation=implementation,
     )  # fmt: skip
-    if implementation == "naive" or implementation == "naive_reversed":
-        return naive_attention(q, k, v, terms, reverse_keys=implementation == "naive_reversed")
-    if implementation.startswith("sdpa"):
+    if implementation in _OWN:
+        return attend(q, k, v, terms)[0]
+    return _attend_otherwise(q, k, v, terms)
+
+
+_OWN = ("flash", "hopper", "triton", "tiled")
+
+
+def _attend_otherwise(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> Tensor:
+    if terms.implementation.startswith("sdpa"):
         return sdpa_attention(q, k, v, terms)
-    return attend(q, k, v, terms)[0]
+    return naive_attention(q, k, v, terms, reverse_keys=terms.implementation == "naive_reversed")
+
+
+def flash_attention_qkv(
+    qkv: Tensor,
+    heads: int,
+    *,
+    causal: bool = False,
+    mask: Mask | None = None,
+    score: Score | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    deterministic: bool | None = None,
+    implementation: str = "flash",
+) -> Tensor:
+    """`flash_attention` of one tensor that holds queries, keys and values, as a fused projection makes it.
+
+    Its gradient is one tensor too, and the kernels for compute capability 9.0 write it as it stands, where the
+    gradients of three views are put together by a pass of its own.
+
+    Args:
+        qkv: [B, T, H + 2 G, D], of any strides: H heads of queries, then G of keys and G of values.
+        heads: H, a multiple of G.
+
+    Returns:
+        The output [B, H, T, D], stored as [B, T, H, D] by this package's implementations.
+
+    Raises:
+        ValueError: a shape that is none of these, and as `flash_attention`; TypeError likewise.
+    """
+    (qkv,) = _autocast(qkv=qkv)
+    own = whole_number(heads)
+    rest = qkv.shape[2] - own if qkv.dim() == 4 and own is not None and own > 0 else 0
+    if rest < 2 or rest % 2:
+        raise ValueError(
+            f"qkv must be [B, T, H + 2 G, D] with H = heads, got {list(qkv.shape)} and heads={heads}; "
+            "a projection [B, T, C] is qkv.unflatten(-1, (-1, D))"
+        )
+    q, k, v = split_heads(qkv, heads)
+    terms = _terms(
+        q, k, v, causal=causal, mask=mask, score=score, scale=scale, dropout=dropout, deterministic=deterministic,
+        output_dtype=None, implementation=implementation,
+    )  # fmt: skip
+    if implementation in _OWN:
+        return attend_jointly(qkv, heads, terms)[0]
+    return _attend_otherwise(q, k, v, terms)
 
 
 def flash_attention_with_lse(
@@ -133,7 +187,7 @@ def flash_attention_with_lse(
         ValueError: as `flash_attention`, and for the implementations that return no log-sum-exp ("sdpa...",
             "naive_reversed").
     """
-    q, k, v = _autocast(q, k, v)
+    q, k, v = _autocast(q=q, k=k, v=v)
     terms = _terms(
         q, k, v, causal=causal, mask=mask, score=score, scale=scale, dropout=dropout, deterministic=deterministic,
         output_dtype=output_dtype, implementation=implementation,
@@ -141,7 +195,7 @@ def flash_attention_with_lse(
     if implementation == "naive":
         output, lse = safe_attention(q, k, v, terms)
         return output.to(output_dtype or q.dtype), lse.to(torch.promote_types(lse.dtype, torch.float32))
-    if implementation not in ("flash", "hopper", "triton", "tiled"):
+    if implementation not in _OWN:
         raise ValueError(
             f"implementation={implementation!r} returns no log-sum-exp; use 'flash', 'triton', 'tiled' or 'naive'"
         )
@@ -301,16 +355,16 @@ def _checked_terms(
     )  # fmt: skip
 
 
-def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v in autocast's dtype where autocast is on for their device; float64 is left alone, as torch does.
+def _autocast(**named: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in autocast's dtype where autocast is on for their device; float64 is left alone, as torch does.
 
     Not `torch.library.register_autocast`: it fixes one dtype at registration.
     """
-    for name, x in (("q", q), ("k", k), ("v", v)):
+    for name, x in named.items():
         check_tensor(name, x)
-    device = q.device.type
-    if q.is_meta or not torch.is_autocast_enabled(device):
-        return q, k, v
+    tensors = tuple(named.values())
+    device = tensors[0].device.type
+    if tensors[0].is_meta or not torch.is_autocast_enabled(device):
+        return tensors
     dtype = torch.get_autocast_dtype(device)
-    q, k, v = (x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
-    return q, k, v
+    return tuple([x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors])

@@ -13,13 +13,15 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from flash_train.ops.batching import fold_batch
-from flash_train.ops.features import TENSORS, Terms, has_tensors, pack, unpack
+from flash_train.ops.features import TENSORS, Terms, has_tensors, join_heads, pack, split_heads, unpack
 from flash_train.ops.library import (
     attention,
     attention_backward,
     attention_double_backward,
     below_autograd,
     flat,
+    qkv_attention,
+    qkv_attention_backward,
     register,
 )
 
@@ -37,7 +39,7 @@ def _call(operator: Callable[..., Any], *args: Any) -> Any:
     if torch.compiler.is_compiling():
         return operator(*flat(args))
     if torch._C._are_functorch_transforms_active():
-        return _FUNCTIONS[operator][1].apply(*flat(args))
+        return _FUNCTIONS[operator][1](*flat(args))
     return _autograd(operator, *args)
 
 
@@ -50,8 +52,13 @@ def _autograd(operator: Callable[..., Any], *args: Any) -> Any:
         )
     recorded = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args)
     if recorded or forward_ad._current_level >= 0:  # which has no formula here: the Function says so
-        return _FUNCTIONS[operator][0].apply(*args)
+        return _FUNCTIONS[operator][0](*args)
     return below_autograd(operator, *args)
+
+
+def attend_jointly(qkv: Tensor, heads: int, terms: Terms) -> Any:
+    """(output, log-sum-exp) of what `features.split_heads` makes of qkv."""
+    return _call(qkv_attention, qkv, heads, *pack(terms))
 
 
 _BIAS, _SINKS = Terms._fields.index("bias"), Terms._fields.index("sinks")
@@ -66,10 +73,10 @@ def _save(ctx: Any, tensors: tuple[Any, ...], terms: Terms) -> None:
     ctx.set_materialize_grads(False)  # an unused log-sum-exp costs no gradient of zeros
 
 
-def _saved(ctx: Any) -> tuple[tuple[Any, ...], Terms]:
-    """(five tensors, terms) as they were saved."""
+def _saved(ctx: Any, count: int = 5) -> tuple[tuple[Any, ...], Terms]:
+    """(so many tensors, terms) as they were saved."""
     saved = ctx.saved_tensors  # once: activation checkpointing gives each of them out a single time
-    return saved[:5], _with_tensors(ctx.terms, saved[5:]) if len(saved) > 5 else ctx.terms
+    return saved[:count], _with_tensors(ctx.terms, saved[count:]) if len(saved) > count else ctx.terms
 
 
 def _with_tensors(terms: Terms, tensors: tuple[Any, ...]) -> Terms:
@@ -157,6 +164,37 @@ class _DoubleBackward(_ReverseMode):
         raise RuntimeError("flash_attention has no third derivative; use implementation='naive' or 'sdpa_math' for it")
 
 
+class _QkvAttention(_ReverseMode):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        output = below_autograd(qkv_attention, *inputs)
+        qkv, ctx.heads, *terms = inputs
+        _save(ctx, (qkv, *output), unpack(terms))
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        if gradients[0] is None and gradients[1] is None:
+            return (None,) * len(ctx.needs_input_grad)
+        tensors, terms = _saved(ctx, 3)
+        needs_bias = terms.bias is not None and ctx.needs_input_grad[2 + _BIAS]
+        given = *gradients, *tensors, ctx.heads, needs_bias
+        dqkv, dbias, dsinks = _call(qkv_attention_backward, *given, *pack(terms))
+        return dqkv, None, *_gradients_of_terms(dbias, dsinks, len(ctx.needs_input_grad) - 2)
+
+
+# With derivatives of their own where theirs are asked for: of three tensors.
+def _apart(qkv: Tensor, heads: int, *terms: Any) -> Any:
+    return _call(attention, *split_heads(qkv, heads), *terms)
+
+
+def _backward_apart(grad_output: Any, grad_lse: Any, qkv: Tensor, output: Tensor, lse: Tensor, heads: int,
+                    needs_bias: bool, *terms: Any) -> Any:  # fmt: skip
+    saved = grad_output, grad_lse, *split_heads(qkv, heads), output, lse
+    dq, dk, dv, dbias, dsinks = _call(attention_backward, *saved, needs_bias, *terms)
+    return join_heads(dq, dk, dv), dbias, dsinks
+
+
 # The forms that `torch.func` asks for, 10 microseconds slower a call, so used under its transforms alone.
 class _TransformableAttention(_Attention):
     generate_vmap_rule = True
@@ -178,13 +216,17 @@ class _TransformableDoubleBackward(_DoubleBackward):
 
 # what records an operator: in eager mode, and under `torch.func`
 _FUNCTIONS: dict[Any, tuple[Any, Any]] = {
-    attention: (_Attention, _TransformableAttention),
-    attention_backward: (_Backward, _TransformableBackward),
-    attention_double_backward: (_DoubleBackward, _TransformableDoubleBackward),
+    attention: (_Attention.apply, _TransformableAttention.apply),
+    attention_backward: (_Backward.apply, _TransformableBackward.apply),
+    attention_double_backward: (_DoubleBackward.apply, _TransformableDoubleBackward.apply),
+    qkv_attention: (_QkvAttention.apply, _apart),
+    qkv_attention_backward: (_backward_apart, _backward_apart),
 }
 for _operator, _q_at, _dbias_at in (
     (attention, 0, None),
     (attention_backward, 2, 3),
     (attention_double_backward, 7, 5),
+    (qkv_attention, 0, None),
+    (qkv_attention_backward, 2, 1),
 ):
     register(_operator, autograd=partial(_autograd, _operator), vmap=partial(fold_batch, _operator, _q_at, _dbias_at))

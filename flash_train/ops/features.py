@@ -172,6 +172,18 @@ def unpack(rest: Sequence[Any]) -> Terms:
     return rest[0] if len(rest) == 1 else Terms(*rest)
 
 
+def split_heads(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """q [B, H, T, D], k and v [B, G, T, D], which are views of qkv [B, T, H + 2 G, D]."""
+    kv_heads = (qkv.shape[2] - heads) // 2
+    q, k, v = qkv.transpose(1, 2).split((heads, kv_heads, kv_heads), dim=1)
+    return q, k, v
+
+
+def join_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The reverse of `split_heads`, a copy."""
+    return torch.cat([x.transpose(1, 2) for x in (q, k, v)], dim=2)
+
+
 SCHEMA = (
     "float scale, Tensor? bias, Tensor? allowed, Tensor? alibi_slopes, Tensor? sinks, Tensor? seed, Tensor? bounds, "
     "Tensor? query_document, Tensor? key_document, SymInt left, SymInt right, bool top_left, float soft_cap, "

@@ -4,11 +4,15 @@ Three operators: `flash_train::attention`, its derivative `attention_backward`, 
 of the first two choose between the Triton launchers and the tiled path when they run, so that a step down can be
 logged under `torch.compile` as well; the third is tiled. Whatever they take beside q, k and v is `features.Terms`,
 flat, at the end.
+
+`qkv_attention` and `qkv_attention_backward` are the first two for queries, keys and values that lie in one tensor, as a
+fused projection makes them: its gradient is one tensor too, which the Hopper kernels write. The gradients of three
+views would be put together by a pass of its own, over all of them.
 """
 
 import logging
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -18,10 +22,15 @@ from torch.utils.flop_counter import register_flop_formula
 
 from flash_train.ops.choice import choose_implementation
 from flash_train.ops.double_backward import tiled_double_backward
-from flash_train.ops.features import SCHEMA, Terms, unpack
+from flash_train.ops.features import SCHEMA, Terms, join_heads, pack, split_heads, unpack
 from flash_train.ops.kernels.again import repeat
 from flash_train.ops.tiled import tiled_attention, tiled_attention_backward
-from flash_train.ops.workspace import backward_workspace, forward_workspace
+from flash_train.ops.workspace import (
+    backward_workspace,
+    forward_workspace,
+    qkv_backward_workspace,
+    qkv_forward_workspace,
+)
 
 _log = logging.getLogger(__name__)
 _library = torch.library.Library("flash_train", "DEF")
@@ -35,13 +44,24 @@ for _schema in (
     "attention_double_backward(Tensor? w_dq, Tensor? w_dk, Tensor? w_dv, Tensor? w_dbias, Tensor? w_dsinks, "
     f"Tensor? grad_output, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, {SCHEMA}) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"qkv_attention(Tensor qkv, int heads, {SCHEMA}) -> (Tensor, Tensor)",
+    # (d qkv, d bias, d sinks)
+    "qkv_attention_backward(Tensor? grad_output, Tensor? grad_lse, Tensor qkv, Tensor output, Tensor lse, int heads, "
+    f"bool needs_bias, {SCHEMA}) -> (Tensor, Tensor, Tensor)",
 ):
     _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 attention = torch.ops.flash_train.attention.default
 attention_backward = torch.ops.flash_train.attention_backward.default
 attention_double_backward = torch.ops.flash_train.attention_double_backward.default
-attention.workspace_bytes = forward_workspace  # pyright: ignore[reportAttributeAccessIssue]
-attention_backward.workspace_bytes = backward_workspace  # pyright: ignore[reportAttributeAccessIssue]
+qkv_attention = torch.ops.flash_train.qkv_attention.default
+qkv_attention_backward = torch.ops.flash_train.qkv_attention_backward.default
+for _operator, _workspace in (
+    (attention, forward_workspace),
+    (attention_backward, backward_workspace),
+    (qkv_attention, qkv_forward_workspace),
+    (qkv_attention_backward, qkv_backward_workspace),
+):
+    _operator.workspace_bytes = _workspace  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -79,7 +99,9 @@ def _derive(
     terms: Terms,
     *,
     needs_bias: bool = False,
+    joint: bool = False,
 ) -> tuple[Tensor | None, ...]:
+    """`joint`: dQ, dK and dV in one tensor, for which the Hopper kernels must be those that run."""
     if grad_output is None:  # only the log-sum-exp was used
         grad_output = torch.zeros((), dtype=output.dtype, device=output.device).expand(output.shape)
     saved = grad_output, grad_lse, q, k, v, output, lse
@@ -87,13 +109,31 @@ def _derive(
     if chosen == "hopper" and q.numel() and k.numel():
         from flash_train.ops.kernels.hopper.derivative import hopper_backward
 
-        return *hopper_backward(*saved, terms), None, None  # it takes neither biases nor sinks
+        return *hopper_backward(*saved, terms, joint=joint), None, None  # it takes neither biases nor sinks
     if chosen != "tiled" and q.numel() and k.numel():
         from flash_train.ops.kernels.backward import attention_backward as launch
 
         return launch(*saved, terms, needs_bias=needs_bias)
     with torch.autocast(q.device.type, enabled=False):
         return tiled_attention_backward(*saved, terms, needs_bias=needs_bias)
+
+
+def _qkv_forward(qkv: Tensor, heads: int, *rest: Any) -> tuple[Tensor, Tensor]:
+    return _forward(*split_heads(qkv, heads), *rest)
+
+
+_derive_jointly = partial(_derive, joint=True)
+
+
+def _qkv_backward(*args: Any) -> tuple[Tensor | None, ...]:
+    (grad_output, grad_lse, qkv, output, lse, heads, needs_bias), terms = args[:7], unpack(args[7:])
+    q, k, v = split_heads(qkv, heads)
+    saved = grad_output, grad_lse, q, k, v, output, lse
+    if qkv.numel() and _chosen(q, k, v, terms, backward=True) == "hopper":
+        return repeat(_derive_jointly, saved, terms)
+    dq, dk, dv, dbias, dsinks = _backward(*saved, needs_bias, *pack(terms))
+    assert dq is not None and dk is not None and dv is not None
+    return join_heads(dq, dk, dv), dbias, dsinks
 
 
 def _as_declared(kernel: Callable[..., Any]) -> Callable[..., tuple[Tensor, ...]]:
@@ -125,6 +165,8 @@ def _every_dispatch_key() -> Any:
 _library.impl("attention", _forward, "CompositeExplicitAutograd")
 _library.impl("attention_backward", _as_declared(_backward), "CompositeExplicitAutograd")
 _library.impl("attention_double_backward", _double_backward, "CompositeExplicitAutograd")
+_library.impl("qkv_attention", _qkv_forward, "CompositeExplicitAutograd")
+_library.impl("qkv_attention_backward", _as_declared(_qkv_backward), "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("flash_train::attention", lib=_library)
@@ -142,6 +184,17 @@ def _fake_of(q: Tensor, *likes: Tensor | None) -> tuple[Tensor, ...]:
 def _fake_backward(grad_output: Any, grad_lse: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     needs_bias, terms = rest[2], Terms(*rest[3:])
     return _fake_of(q, q, k, v, terms.bias if needs_bias else None, terms.sinks)
+
+
+@torch.library.register_fake("flash_train::qkv_attention", lib=_library)
+def _fake_qkv(qkv: Tensor, heads: int, *rest: Any) -> tuple[Tensor, Tensor]:
+    return _fake(*split_heads(qkv, heads), *rest)
+
+
+@torch.library.register_fake("flash_train::qkv_attention_backward", lib=_library)
+def _fake_qkv_backward(grad_output: Any, grad_lse: Any, qkv: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    needs_bias, terms = rest[3], Terms(*rest[4:])
+    return _fake_of(qkv, qkv, terms.bias if needs_bias else None, terms.sinks)
 
 
 @torch.library.register_fake("flash_train::attention_double_backward", lib=_library)
@@ -197,6 +250,8 @@ _KERNELS: dict[Any, Callable[..., Any]] = {
     attention: _forward,
     attention_backward: _backward,
     attention_double_backward: _double_backward,
+    qkv_attention: _qkv_forward,
+    qkv_attention_backward: _qkv_backward,
 }
 
 
@@ -228,6 +283,33 @@ def _backward_flops(
     B, H, T, D = q
     S, E = v[2:]
     return 2 * B * H * T * S * (3 * D + 2 * E)
+
+
+def _sizes_of(qkv: torch.Size, heads: int) -> tuple[torch.Size, torch.Size]:
+    """(q's, k's and v's)"""
+    B, T, count, D = qkv
+    return torch.Size((B, heads, T, D)), torch.Size((B, (count - heads) // 2, T, D))
+
+
+@register_flop_formula(torch.ops.flash_train.qkv_attention)
+def _qkv_flops(qkv: torch.Size, heads: int, *_: object, out_shape: object = None) -> int:
+    q, k = _sizes_of(qkv, heads)
+    return _flops(q, k, k)
+
+
+@register_flop_formula(torch.ops.flash_train.qkv_attention_backward)
+def _qkv_backward_flops(
+    grad_output: object,
+    grad_lse: object,
+    qkv: torch.Size,
+    output: object,
+    lse: object,
+    heads: int,
+    *_: object,
+    out_shape: object = None,
+) -> int:
+    q, k = _sizes_of(qkv, heads)
+    return _backward_flops(None, None, q, k, k)
 
 
 def _chosen(q: Tensor, k: Tensor, v: Tensor, terms: Terms, *, backward: bool = False) -> str:

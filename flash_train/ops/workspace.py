@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flash_train.ops.choice import HOPPER, TRITON_HEAD_SIZES
-from flash_train.ops.features import Terms
+from flash_train.ops.features import Terms, split_heads
 from flash_train.ops.kernels.hopper.tables import BACKWARD, FORWARD, programs_a_head, tile_width
 from flash_train.ops.tiled import default_tile
 
@@ -73,6 +73,30 @@ def backward_workspace(
         return own + 4 * B * H * rows // 64
     first = 2 * (D + E) * (row.block_t * (B * H + 1) + 64 * (B * G + 1))
     return own + 4 * B * H * T + first + 2 * 64 * (2 * D + D + D + E) + 32 * 128
+
+
+def qkv_forward_workspace(capability: tuple[int, int] | None, qkv: Tensor, heads: int, *rest: Any) -> int:
+    """Of `qkv_attention`."""
+    return forward_workspace(capability, *split_heads(qkv, heads), *rest)
+
+
+def qkv_backward_workspace(
+    capability: tuple[int, int] | None,
+    grad_output: object,
+    grad_lse: object,
+    qkv: Tensor,
+    output: object,
+    lse: object,
+    heads: int,
+    *rest: Any,
+) -> int:
+    """Of `qkv_attention_backward`: three gradients, and one that they are copied into, but for Hopper's kernels."""
+    q, k, v = split_heads(qkv, heads)
+    own = backward_workspace(capability, grad_output, grad_lse, q, k, v, output, lse, *rest)
+    if capability is not None and _on_hopper(capability, q, v, Terms(*rest[1:])):
+        return own
+    apart = qkv.numel() * qkv.element_size()
+    return max(own, apart)
 
 
 def _on_hopper(capability: tuple[int, int], q: Tensor, v: Tensor, terms: Terms) -> bool:

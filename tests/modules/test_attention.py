@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from flash_train.modules import attention
 from flash_train.modules.attention import SelfAttention
 from flash_train.modules.rotary import RotaryEmbedding
+from flash_train.ops.features import split_heads
 
 BATCH, LENGTH, WIDTH, HEADS, KV_HEADS, HEAD_SIZE = 2, 37, 42, 6, 2, 10
 ON_CPU = ("flash", "tiled", "sdpa", "sdpa_math", "naive", "naive_reversed")
@@ -52,13 +53,18 @@ def test_every_implementation_is_attention(implementation: str, causal: bool, dr
 def op_tensors(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """q, k, v and the output of the last call of the op."""
     tensors: list[Tensor] = []
-    op = attention.flash_attention
+    apart, joint = attention.flash_attention, attention.flash_attention_qkv
 
     def record(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        tensors[:] = q, k, v, op(q, k, v, **options)
+        tensors[:] = q, k, v, apart(q, k, v, **options)
+        return tensors[-1]
+
+    def record_jointly(qkv: Tensor, heads: int, **options: Any) -> Tensor:
+        tensors[:] = *split_heads(qkv, heads), joint(qkv, heads, **options)
         return tensors[-1]
 
     monkeypatch.setattr(attention, "flash_attention", record)
+    monkeypatch.setattr(attention, "flash_attention_qkv", record_jointly)
     return tensors
 
 

@@ -16,7 +16,7 @@ from triton import knobs
 from triton.backends.nvidia import driver as nvidia
 
 from flash_train.ops import kept, library
-from flash_train.ops.attention import Mask, flash_attention, flash_attention_with_lse
+from flash_train.ops.attention import Mask, flash_attention, flash_attention_qkv, flash_attention_with_lse
 from flash_train.ops.documents import Documents
 from flash_train.ops.features import Terms
 from flash_train.ops.kernels import again, launch
@@ -135,12 +135,18 @@ def call(q, k, v, do, *, documents=None, dropout=0.0):
     return output, lse, *torch.autograd.grad((output, lse), (q, k, v), (do, torch.ones_like(lse)))
 
 
-@pytest.mark.parametrize("what", WHAT)
-def test_done_again_a_call_starts_the_same_kernels_on_its_own_tensors(heard, what, monkeypatch):
-    alive = []  # all that was allocated, so that no address comes twice
+@pytest.fixture
+def all_alive(monkeypatch):
+    """All that is allocated, so that no address comes twice."""
+    alive = []
     for name in ("empty", "empty_strided", "zeros"):
         allocate = getattr(torch, name)
         monkeypatch.setattr(torch, name, lambda *x, f=allocate, **more: alive.append(f(*x, **more)) or alive[-1])
+
+
+@pytest.mark.usefixtures("all_alive")
+@pytest.mark.parametrize("what", WHAT)
+def test_done_again_a_call_starts_the_same_kernels_on_its_own_tensors(heard, what):
     first, second = tensors(), tensors()
     results = call(*first, **WHAT[what][0])
     expected = heard.numbered()
@@ -190,7 +196,34 @@ def test_a_launcher_does_nothing_to_a_tensor_but_allocate_it_and_give_it_to_kern
     with Operators():
         output, lse = library._attend(q, k, v, Terms(1.0))
         library._derive(do, lse, q, k, v, output, lse, Terms(1.0))
-    assert {"empty.memory_format"} < seen <= {"empty.memory_format", "zeros", "transpose.int"}
+        views = {"empty.memory_format", "zeros", "transpose.int"}
+        assert {"empty.memory_format"} < seen <= views
+        if library._chosen(q, k, v, Terms(1.0)) == "hopper":
+            library._derive(do, lse, q, k, v, output, lse, Terms(1.0), joint=True)
+            assert seen <= {*views, "split_with_sizes"}
+
+
+@pytest.mark.usefixtures("all_alive")
+@pytest.mark.parametrize("heard", ["hopper"], indirect=True)
+@pytest.mark.parametrize(("heads", "documents"), [(3, None), (2, None), (2, packs(3))], ids=["group", "", "documents"])
+def test_done_again_a_backward_writes_into_one_new_tensor(heard, heads, documents):
+    """Kernels begin to write inside it, where it has the keys' and values' gradients."""
+    whole = heads + 2 * (1 if heads == 3 else 2)
+    alive, parts = [], []
+    for _ in range(2):
+        qkv = torch.randn(2, 300, whole, 64, dtype=torch.bfloat16, requires_grad=True)
+        output = flash_attention_qkv(qkv, heads, mask=Mask(causal=True, documents=documents))
+        (gradient,) = torch.autograd.grad(output, qkv, torch.ones_like(output))
+        alive.append((qkv, output, gradient))
+        assert gradient.shape == qkv.shape and gradient.is_contiguous()
+        row = gradient.element_size() * 64
+        before = 0 if documents is None else 64 * whole * row
+        firsts = 0, heads, (heads + whole) // 2
+        begins = {gradient.data_ptr() + head * row - before for head in firsts}
+        assert begins <= set(heard.addresses())
+        parts.append(heard.numbered())
+        heard.clear()
+    assert len(again._PLANS) == 2 and parts[0] == parts[1]
 
 
 @pytest.mark.parametrize("what", ["an address between", "a copied input", "fp32"])

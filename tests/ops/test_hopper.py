@@ -13,10 +13,11 @@ from flash_train.ops.attention import (
     choose_implementation,
     flash_attention,
     flash_attention_packed,
+    flash_attention_qkv,
     flash_attention_with_lse,
 )
 from flash_train.ops.documents import Documents
-from flash_train.ops.features import UNBOUNDED, Terms
+from flash_train.ops.features import UNBOUNDED, Terms, split_heads
 from flash_train.ops.kernels.hopper import copies, forward
 from flash_train.ops.kernels.hopper.forward_fetch import Numbers
 from flash_train.ops.kernels.hopper.places import key_tile, key_tiles
@@ -310,3 +311,22 @@ def test_what_they_do_not_take_is_refused_by_name():
         flash_attention(q, q, q, score=Score(alibi_slopes=torch.ones(2, device="cuda")), implementation="hopper")
     assert results(inputs(Case(1, 2, 2, 8, 8, 64, 64), torch.bfloat16, "cuda"), implementation="hopper")
     assert flash_attention(q, q, q, mask=Mask(window=(3, 3)), implementation="hopper").isfinite().all()
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("G", [6, 2])
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("documents", [False, True], ids=["", "documents"])
+@pytest.mark.parametrize("mask", [Mask(), Mask(causal=True), Mask(window=(300, 40))], ids=str)
+def test_gradients_written_into_one_tensor_have_the_bits_of_those_apart(mask, documents, D, G):
+    """The second and third time as calls done again."""
+    ids = torch.arange(1300, device="cuda").expand(2, -1) // 250 if documents else None
+    mask = replace(mask, documents=ids)
+    for _ in range(3):
+        qkv = torch.randn(2, 1300, 6 + 2 * G, D, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        do = torch.randn(2, 6, 1300, D, device="cuda", dtype=torch.bfloat16)
+        joint = flash_attention_qkv(qkv, 6, mask=mask, deterministic=True, implementation="hopper")
+        apart = flash_attention(*split_heads(qkv, 6), mask=mask, deterministic=True, implementation="hopper")
+        ours, theirs = (torch.autograd.grad(x, qkv, do)[0] for x in (joint, apart))
+        assert torch.equal(joint, apart) and torch.equal(ours, theirs) and ours.is_contiguous()

@@ -10,8 +10,9 @@ import torch
 
 from flash_train.ops import choice
 from flash_train.ops.attention import Mask, Score, flash_attention_with_lse
-from flash_train.ops.features import UNBOUNDED, Terms
-from flash_train.ops.kernels.hopper import backward, backward_wide, copies, derivative, places, rows, shares, tables
+from flash_train.ops.documents import Documents
+from flash_train.ops.features import UNBOUNDED, Terms, split_heads
+from flash_train.ops.kernels.hopper import backward, backward_wide, copies, derivative, places, rows, tables
 from flash_train.ops.kernels.hopper.backward import hopper_backward_kernel
 from flash_train.ops.kernels.hopper.backward_fetch import Numbers
 from flash_train.ops.kernels.hopper.backward_wide import hopper_wide_backward_kernel
@@ -71,7 +72,7 @@ def test_what_the_backward_does_not_take_it_says(D, E, reason, monkeypatch):
         assert why is None if reason is None else why is not None and reason in why
 
 
-def check_on_the_cpu(q, k, v, mask, scale, monkeypatch, soft_cap=None, deterministic=False):
+def check_on_the_cpu(q, k, v, mask, scale, monkeypatch, soft_cap=None, deterministic=False, joint=False):
     """`hopper_backward` with its kernel run by `run_on_cpu`, against the tiled path; uninitialised memory is NaN."""
     (B, H, T, _), E = q.shape, v.shape[3]
     leaves = [x.requires_grad_() for x in (q, k, v)]
@@ -89,15 +90,18 @@ def check_on_the_cpu(q, k, v, mask, scale, monkeypatch, soft_cap=None, determini
             run_on_cpu(module, kernel, program, args)
 
     monkeypatch.setattr(derivative, "run", run_here)
-    for module in (copies, derivative, rows, shares):
+    for module in (copies, derivative, rows):
         monkeypatch.setattr(module, "empty", with_nan)
     left, right = (UNBOUNDED if x is None else x for x in mask.window or (None, None))
     right, cap = 0 if mask.causal else right, soft_cap or 0.0
     terms = Terms(scale, left=left, right=right, top_left=mask.alignment == "top_left", soft_cap=cap,
                   deterministic=deterministic, **tables_of(mask.documents))  # fmt: skip
     saved = [x.detach() for x in (do, dl, q, k, v, output, lse)]
-    for ours, theirs in zip(hopper_backward(*saved, terms=terms), expected, strict=True):
-        assert ours.is_contiguous()
+    results = hopper_backward(*saved, terms=terms, joint=joint)
+    assert all(x.is_contiguous() for x in results)
+    if joint:
+        results = split_heads(results[0], H)
+    for ours, theirs in zip(results, expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=2e-4)
 
 
@@ -173,3 +177,15 @@ def test_where_all_scores_are_very_low_the_rows_behind_the_last_key_add_nothing(
     torch.manual_seed(0)
     q, k, v = torch.full((1, 1, 70, 64), 0.5), torch.full((1, 1, 70, 64), -4.0), torch.randn(1, 1, 70, 64)
     check_on_the_cpu(q, k + 0.01 * torch.randn_like(k), v, Mask(), 1.0, monkeypatch)  # exp(-lse) is infinite
+
+
+@pytest.mark.parametrize("enough", [1, 1000], ids=["one program a head", "shared heads"])
+@pytest.mark.parametrize("documents", [None, Documents.from_ids(torch.arange(130).expand(2, 130) // 50)], ids=["", "3"])
+@pytest.mark.parametrize("D", [64, 256])
+def test_gradients_of_one_tensor_are_written_into_one(D, documents, enough, monkeypatch):
+    """Rows that see nothing among them."""
+    monkeypatch.setattr(tables, "ENOUGH", enough)
+    torch.manual_seed(0)
+    q, k, v = split_heads(torch.randn(2, 130, 8, D), 4)
+    mask = Mask(window=(20, 5), documents=documents) if D == 64 else Mask(causal=True, documents=documents)
+    check_on_the_cpu(q.clone(), k.clone(), v.clone(), mask, 0.2, monkeypatch, deterministic=True, joint=True)

@@ -117,9 +117,9 @@ class Watch:
     def plan(self, inputs: list[int], results: tuple[Tensor | None, ...]) -> Plan | None:
         """To do the same again with other inputs than those at these addresses; None if that cannot be."""
         new = [x.data_ptr() for x, _, _ in self.allocated]
-        known = {address: number for number, address in enumerate([*inputs, *new])}
-        if len(known) < len(inputs) + len(new):
+        if len({*inputs, *new}) < len(inputs) + len(new):
             return None
+        known = [(address, 1) for address in inputs] + [(x.data_ptr(), x.nbytes) for x, _, _ in self.allocated]
         views = {x.data_ptr(): x for x in results if x is not None}
         if any(address not in new for address in views):
             return None
@@ -154,10 +154,11 @@ def note_start(compiled: Any, programs: int, args: tuple[Any, ...]) -> None:
 
 
 def start_of(
-    compiled: Any, programs: int, args: tuple[Any, ...], known: dict[int, int]
+    compiled: Any, programs: int, args: tuple[Any, ...], known: list[tuple[int, int]]
 ) -> Callable[[list[int], int], None] | None:
     """To start a kernel again: Triton's launcher in C, without the Python that stands before it, which takes 20 of 26
-    microseconds with four tensor maps. None where Triton, or an argument's address, is not a known one.
+    microseconds with four tensor maps. None where Triton, or an argument's address, is not a known one. `known`: where
+    memory begins, and the bytes from there on that arguments may begin at.
     """
     import triton
     from triton.runtime import driver
@@ -186,11 +187,12 @@ def start_of(
             flat.append(x)
             continue
         tensor = base if isinstance(base, Tensor) else base.x  # which is described from rows before it on
-        if tensor.data_ptr() not in known:
+        number = _where(tensor.data_ptr(), known)
+        if number is None:
             return None
-        number, further = known[tensor.data_ptr()], base.data_ptr() - tensor.data_ptr()
+        further = base.data_ptr() - known[number][0]
         if base is x:
-            pointers.append((len(flat), number))
+            pointers.append((len(flat), number, further))
             flat.append(None)
         elif (meta := next(described, None)) is None:  # taken apart into numbers, on GPUs without the copy engine
             return None
@@ -201,8 +203,8 @@ def start_of(
 
     def start(addresses: list[int], stream: int) -> None:
         filled = flat.copy()
-        for place, number in pointers:
-            filled[place] = addresses[number]
+        for place, number, further in pointers:
+            filled[place] = addresses[number] + further
         for place, number, further, geometry in maps:
             filled[place] = encode(addresses[number] + further, *geometry)
         if in_a_list:
@@ -211,6 +213,12 @@ def start_of(
             launch(programs, 1, 1, stream, *before, *filled)
 
     return start
+
+
+def _where(address: int, known: list[tuple[int, int]]) -> int | None:
+    """In which memory an address lies: the one that begins there, before one that reaches there."""
+    reaching = [number for number, (start, size) in enumerate(known) if start <= address < start + size]
+    return max(reaching, key=lambda number: known[number][0], default=None)
 
 
 def _geometry(x: Any, meta: Any) -> tuple[Any, ...]:

@@ -8,7 +8,7 @@ from torch import Tensor
 from flash_train.ops.kernels.launch import block_size, empty, run
 from flash_train.ops.kernels.operands import as_numbers, large, readable, vector
 from flash_train.ops.kernels.tables import Launch
-from flash_train.ops.kernels.tiles import row_deltas
+from flash_train.ops.kernels.tiles import row_deltas, strides_of
 
 HIGHEST = tl.constexpr(1.0e30)
 """The log-sum-exp of a row that saw nothing or is none: exp(s - 1e30) is 0, and nothing here is inf - inf."""
@@ -30,8 +30,8 @@ def in_three(x, columns, first):
 
 @triton.jit(do_not_specialize=["H", "T", "dl_b", "dl_h", "dl_t", "padded"],
             do_not_specialize_on_alignment=["do", "output", "lse", "grad_lse"])  # fmt: skip
-def rows_kernel(do, output, lse, grad_lse, starts, dq, counts, do_strides, o_strides, dl_b, dl_h, dl_t, H, T, padded,
-                unit, D: tl.constexpr, E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+def rows_kernel(do, output, lse, grad_lse, starts, dq, counts, do_strides, o_strides, dq_strides, dl_b, dl_h, dl_t,
+                H, T, padded, unit, D: tl.constexpr, E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
                 BLOCK_E: tl.constexpr, WIDTH: tl.constexpr, HAS_GRAD_LSE: tl.constexpr,
                 COUNT_ROWS: tl.constexpr):  # fmt: skip
     """-L unit and -delta = dL - rowsum(dO * O), three bf16 numbers each that begin rows of [B H, padded, 16]; and a 0
@@ -61,7 +61,9 @@ def rows_kernel(do, output, lse, grad_lse, starts, dq, counts, do_strides, o_str
     columns = tl.arange(0, BLOCK_D)[None, :]
     zeros = tl.zeros([BLOCK_T, BLOCK_D], dq.dtype.element_ty)
     unseen = (nothing & (rows < T))[:, None] & (columns < D)
-    tl.store(dq + (head.to(tl.int64) * T + rows)[:, None] * D + columns, zeros, mask=unseen)
+    stride_b, stride_h, stride_t, stride_d = strides_of(dq_strides, WIDTH)
+    places = b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h + rows.to(tl.int64)[:, None] * stride_t
+    tl.store(dq + places + columns * stride_d, zeros, mask=unseen)
 
 
 def begin(
@@ -77,7 +79,7 @@ def begin(
     o, lse = readable(output), lse.contiguous()  # under vmap it may be one that was expanded
     dl = lse if grad_lse is None else grad_lse
     width = vector(o.element_size())
-    strides = as_numbers(do.stride()), as_numbers(o.stride())
+    strides = [as_numbers(x.stride()) for x in (do, o, dq)]
     key = (
         "hopper rows", o.device, do.dtype, o.dtype, dl.dtype, D, E, width, grad_lse is not None,
         documents, *(large(x) for x in (*strides, dl.stride())),
