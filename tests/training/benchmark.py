@@ -1,135 +1,164 @@
 """A training step of the 124M GPT-2, ours and others', in one session: `python -m tests.training.benchmark --help`.
 
-Each run is a process of its own, arms take turns, and every second round goes backwards. `ours` is what a user gets,
-`flash-train recipes=gpt2_124m loss=chunked` with Lightning, torch.compile, its monitors and every tenth step logged;
-`ours_bf16` has precision=bf16_masters, and `ours_memory` that and the compiler's memory budget of 0.8. The others are
+Each arm is a process of its own. At each length all are started together, take their first steps side by side, and
+then take turns: in each round every arm takes so many timed steps while the others hold still, and every second round
+goes backwards. `sustained` turns follow one another without a pause, so that the card is as hot as in training; before
+a `burst`, of fewer steps, it rests. A ratio is the median of those of the rounds, and the sustained ones decide.
+
+`ours` is what a user gets, `flash-train recipes=gpt2_124m loss=chunked` with Lightning, torch.compile, its monitors
+and every tenth step logged; OURS says what the other arms of ours have besides, and `--also` adds one. The others are
 in tests/training/peers.py. All take the same batches from the same first weights with the same learning rates.
 
 The time is StepClock's for all of them: from the end of one optimizer step to that of the next, by events on the
-device, the median of the last steps. (SpeedMonitor's tokens/s, which is beside it in results.json, has the same ends,
-but averages over the steps between two log steps; its step_ms begins at the forward pass and leaves out the wait for
-data.) The peak is the allocator's over the same steps, read through the same ledger. Few steps of a GPU that was idle
-are a burst: its clock falls when it has been busy for longer.
+device, the median of a turn. (SpeedMonitor's tokens/s, which is beside it in results.json, has the same ends, but
+averages over the steps between two log steps; its step_ms begins at the forward pass and leaves out the wait for
+data.) The peak is the allocator's over the same steps, read through the same ledger. All arms are on the card at once
+and must fit there together; when the compiler times its candidates in the first steps, others are at work beside it.
 
 The exit code is 1 where a required ratio that was measured does not hold, or a run failed.
 """
 
 import argparse
-import contextlib
 import json
 import os
+import re
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass
 from datetime import date
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from flash_train.models.gpt import GPT
-from tests.training.benchmark_report import Outcome, Row, print_report, summarise, verdict, write_files
+from tests.training.benchmark_report import (
+    BURST,
+    SUSTAINED,
+    Outcome,
+    Row,
+    Turn,
+    print_report,
+    summarise,
+    verdict,
+    write_files,
+)
 from tests.training.peers import LEARNING_RATE, LOG_EVERY, PEERS, SEED, WARM_UP_STEPS, Run, missing
+from tests.training.turns import FIRST_STEPS, UNTIMED_STEPS, Arm
 
-REPOSITORY = Path(__file__).parents[2]
 OURS = {
-    "ours": ("precision=bf16_mixed",),
+    "ours": (),
     "ours_bf16": ("precision=bf16_masters",),
     "ours_memory": ("precision=bf16_masters", "compile.memory_budget=0.8"),
+    "ours_sdpa": ("attention=sdpa",),
+    "ours_cudnn": ("attention=sdpa_cudnn",),
 }
 ARMS = (*OURS, *PEERS)
 DEFAULT_ARMS = ("ours", "ours_bf16", "nanogpt")
-TIMED = 20
-"""Steps at the end of a run, at most two thirds of it."""
 GPT2 = {"width": 768, "depth": 12, "heads": 12, "vocabulary": 50304, "tokens": 32768, "compile": True}
 TINY = {"width": 32, "depth": 2, "heads": 2, "vocabulary": 320, "tokens": 256, "compile": False}
+Item = TypeVar("Item")
 
 
-def order(lengths: Sequence[int], arms: Sequence[str], rounds: int) -> list[tuple[int, int, str]]:
-    """(length, round, arm), one length after the other."""
-    return [
-        (length, number, arm)
-        for length in lengths
-        for number in range(rounds)
-        for arm in (arms if number % 2 == 0 else tuple(reversed(arms)))
-    ]
+@dataclass(frozen=True)
+class Round:
+    """One turn of every arm."""
+
+    regime: str
+    number: int
+    """Within its regime, from 0."""
+    steps: int
+    """Timed ones of each turn."""
+    pause: float
+    """Seconds before each turn."""
+
+    def order(self, arms: Sequence[Item]) -> Sequence[Item]:
+        return arms if self.number % 2 == 0 else arms[::-1]
 
 
-def command(run: Run) -> list[str]:
+def plan(given: argparse.Namespace) -> list[Round]:
+    sustained = [Round(SUSTAINED, number, given.steps, 0.0) for number in range(given.rounds)]
+    return sustained + [Round(BURST, number, given.burst_steps, given.pause) for number in range(given.burst_rounds)]
+
+
+def command(run: Run, channel: int) -> list[str]:
     """What a person would type for our arms; a peer's process."""
-    if run.arm not in OURS:
-        return [sys.executable, "-m", "tests.training.peers", json.dumps(asdict(run))]
-    own = [each for each in OURS[run.arm] if run.compile or not each.startswith("compile.")]
+    if run.arm in PEERS:
+        return [sys.executable, "-m", "tests.training.peers", json.dumps(asdict(run)), str(channel)]
+    turns = ",".join(map(str, run.turns))
     overrides = [
         "recipes=gpt2_124m", f'data.paths=["{run.text}"]', f"data.sequence_length={run.length}",
         f"data.batch_size={run.rows}", f"data.cache_dir={run.cache}", f"batch_tokens={run.tokens}", f"seed={SEED}",
         f"trainer={run.device}", f"trainer.max_steps={run.steps}", f"trainer.log_every_n_steps={LOG_EVERY}",
         "trainer.limit_val_batches=2", "validate_every=1000", f"optimizer.lr={LEARNING_RATE}",
-        f"schedule.warmup_steps={WARM_UP_STEPS}", "loss=chunked", "attention=flash", "loggers=csv",
-        "callbacks.checkpoint=null", f"vocabulary_size={run.vocabulary}", f"compile={'on' if run.compile else 'off'}",
-        *(f"model.{name}={getattr(run, name)}" for name in ("width", "depth", "heads")), *own,
-        f"+callbacks.clock={{_target_:tests.training.peers.StepClock,steps:{run.steps},timed:{run.timed}}}",
+        f"schedule.warmup_steps={WARM_UP_STEPS}", "loss=chunked", "attention=flash", "precision=bf16_mixed",
+        "loggers=csv", "callbacks.checkpoint=null", f"vocabulary_size={run.vocabulary}",
+        f"compile={'on' if run.compile else 'off'}",
+        *(f"model.{name}={getattr(run, name)}" for name in ("width", "depth", "heads")),
+        f"+callbacks.clock={{_target_:tests.training.turns.StepClock,turns:[{turns}],channel:{channel}}}",
         f"hydra.run.dir={run.folder}",
     ]  # fmt: skip
-    return [sys.executable, "-m", "flash_train.commands.train", *overrides]
+    own = [each for each in run.overrides if run.compile or not each.startswith("compile.")]
+    chosen = {each.partition("=")[0]: each for each in (*overrides, *own)}  # Hydra wants each key once
+    return [sys.executable, "-m", "flash_train.commands.train", *chosen.values()]
 
 
-def wait_for(arguments: Sequence[str], printed: Path, timeout: float, compiled: Path) -> int | None:
-    """The exit code of a process that leads a group of its own, all of which ends here; None where time was up.
+def variables(run: Run, arms: int) -> dict[str, str]:
+    """Of the environment: each arm compiles with its share of the cores, into a cache of its own, kept between lengths.
 
-    `compiled`: the compiler's cache. Which back ends SDPA may take is not in its keys: two arms that differ in that
-    alone must not share one."""
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(compiled)}
-    with printed.open("wb") as output:
-        child = subprocess.Popen(
-            arguments, cwd=REPOSITORY, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-            start_new_session=True,
-        )  # fmt: skip
-        try:
-            return child.wait(timeout)
-        except subprocess.TimeoutExpired:
-            return None
-        finally:
-            if child.poll() is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(child.pid, signal.SIGKILL)
-                child.wait()
+    Which back ends SDPA may take is not in the cache's keys: two arms that differ in that alone must not share one."""
+    compiled, threads = Path(run.cache) / "compiled" / run.arm, max(1, len(os.sched_getaffinity(0)) // arms)
+    return {"TORCHINDUCTOR_CACHE_DIR": str(compiled), "TORCHINDUCTOR_COMPILE_THREADS": str(threads)}
 
 
-def measure(run: Run, number: int, timeout: float) -> tuple[Outcome, dict[str, Any]]:
-    """What became of the run, and the machine that it found."""
-    known = {"arm": run.arm, "length": run.length, "round": number}
-    if (reason := missing(run.arm)) is not None:
-        return Outcome(**known, status="not run", message=reason), {}
-    folder, begin = Path(run.folder), time.monotonic()
-    compiled = Path(run.cache) / "compiled" / run.arm
-    code = wait_for(command(run), printed := folder.with_suffix(".log"), timeout, compiled)
-    seconds, file = time.monotonic() - begin, folder / "result.json"
-    found: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
-    if code is None or code or found.get("status") != "ok":
-        last = [line for line in printed.read_text(errors="replace").splitlines() if line.strip()][-1:]
-        why = found.get("error") or "".join(last) or "it said nothing"
-        message = f"stopped after {timeout:g} s: {why}" if code is None else f"exit code {code}: {why}"
-        return Outcome(**known, status="failed", message=message, seconds=seconds), {}
-    clock = found["clock"]
-    outcome = Outcome(
-        **known, status="measured", seconds=seconds, step_ms=clock["step_ms"],
-        peak_bytes=clock["peak_allocated_bytes"], first_step_seconds=clock["first_step_seconds"],
-        loss_curve=found["loss_curve"], speed=found.get("speed"),
-    )  # fmt: skip
-    return outcome, found["environment"]
+def take_turns(
+    runs: Sequence[Run], rounds: Sequence[Round], timeout: float, outcomes: list[Outcome]
+) -> Generator[None, None, None]:
+    """One length: what becomes of the runs goes into `outcomes`. Yields after each round, and when all have ended."""
+    with ExitStack() as stack:
+        pairs: list[tuple[Arm, Outcome]] = []
+        for run in runs:
+            outcomes.append(outcome := Outcome(run.arm, run.length))
+            if (reason := missing(run.arm)) is not None:
+                outcome.status, outcome.message = "not run", reason
+                continue
+            arm = Arm(partial(command, run), Path(run.folder), variables(run, len(runs)), timeout)
+            pairs.append((stack.enter_context(arm), outcome))
+        for arm, outcome in pairs:
+            if (said := arm.ready()) is not None:
+                outcome.first_step_seconds, outcome.environment = said["first_step_seconds"], said["environment"]
+            tell(arm, outcome, "ready")
+        for each in rounds:
+            for arm, outcome in each.order([pair for pair in pairs if not pair[0].problem]):
+                time.sleep(each.pause)
+                if (record := arm.turn()) is not None:
+                    outcome.turns.append(turn := Turn(each.regime, each.number, **record))
+                    tell(arm, outcome, f"{turn.regime} {turn.round + 1}: {median(turn.step_ms):.2f} ms")
+                else:
+                    tell(arm, outcome)
+            yield
+        left = [pair for pair in pairs if not pair[0].problem]
+        for arm, _ in left:
+            arm.go_on()
+        for arm, outcome in left:
+            if found := arm.end():
+                outcome.status, outcome.seconds = "measured", arm.seconds
+                outcome.loss_curve, outcome.speed = found["loss_curve"], found.get("speed")
+            tell(arm, outcome, f"ended after {arm.seconds:.0f} s")
+    yield
 
 
-def describe(outcome: Outcome) -> str:
-    """One line of progress."""
-    what = f"T={outcome.length:,} round {outcome.round + 1} {outcome.arm}"
-    if outcome.status != "measured":
-        return f"{what}: {outcome.status}: {outcome.message}"
-    return f"{what}: {median(outcome.step_ms):.2f} ms, loss {outcome.loss_curve[-1][1]:.4f} ({outcome.seconds:.0f} s)"
+def tell(arm: Arm, outcome: Outcome, news: str = "") -> None:
+    """A line of progress; where the run has failed, `outcome` says so too."""
+    if arm.problem:
+        outcome.status, outcome.message, outcome.seconds = "failed", arm.problem, arm.seconds
+        news = f"failed: {arm.problem}"
+    print(f"T={outcome.length:,} {outcome.arm}: {news}", flush=True)
 
 
 def flops_per_token(sizes: dict[str, Any], length: int) -> int:
@@ -140,49 +169,72 @@ def flops_per_token(sizes: dict[str, Any], length: int) -> int:
     return model.flops_per_token(length)
 
 
-def benchmark(given: argparse.Namespace) -> Iterator[list[Row]]:
-    """After each run, all figures so far, which are then in the files too."""
-    sizes, out = TINY if given.tiny else GPT2, given.out.resolve()
+def benchmark(given: argparse.Namespace) -> Generator[list[Row], None, None]:
+    """After each round, and at the end of each length, all figures so far, which are then in the files too."""
+    sizes, out, rounds = TINY if given.tiny else GPT2, given.out.resolve(), plan(given)
     flops = {length: flops_per_token(sizes, length) for length in given.lengths}
+    arms = {arm: OURS.get(arm, ()) for arm in given.arms} | dict(given.also)
     facts: dict[str, Any] = {
         "command": " ".join(["python", *sys.orig_argv[1:]]), "date": date.today().isoformat(), "sizes": sizes,
-        "steps": given.steps, "flops_per_token": flops, "environment": {},
+        "arms": arms, "first_steps": FIRST_STEPS, "untimed_steps": UNTIMED_STEPS,
+        "rounds": [asdict(each) for each in rounds], "flops_per_token": flops,
     }  # fmt: skip
     outcomes: list[Outcome] = []
-    for length, number, arm in order(given.lengths, given.arms, given.rounds):
-        run = Run(
-            arm, length, given.steps, min(TIMED, 2 * given.steps // 3), text=str(given.text.resolve()),
-            folder=str(out / f"{arm}_{length}_{number + 1}"), cache=str(out / "cache"), device=given.device, **sizes,
-        )  # fmt: skip
-        outcome, environment = measure(run, number, given.timeout)
-        outcomes.append(outcome)
-        facts["environment"] = facts["environment"] or environment
-        print(describe(outcome), flush=True)
-        name = facts["environment"].get("device_name")
-        rows = summarise(outcomes, tokens=sizes["tokens"], flops=flops, device_name=name)
-        write_files(out, rows, outcomes, facts)
-        yield rows
+    for length in given.lengths:
+        runs = [
+            Run(
+                arm, length, [each.steps for each in rounds], text=str(given.text.resolve()),
+                folder=str(out / f"{arm}_{length}"), cache=str(out / "cache"), device=given.device, **sizes,
+                overrides=overrides,
+            )
+            for arm, overrides in arms.items()
+        ]  # fmt: skip
+        with closing(take_turns(runs, rounds, given.timeout, outcomes)) as turns:
+            for _ in turns:
+                environment = next((each.environment for each in outcomes if each.environment), {})
+                name = environment.get("device_name")
+                rows = summarise(outcomes, tokens=sizes["tokens"], flops=flops, device_name=name)
+                write_files(out, rows, outcomes, {**facts, "environment": environment})
+                yield rows
+
+
+def another_arm(text: str) -> tuple[str, tuple[str, ...]]:
+    """Name and overrides of NAME=override,override; a comma within brackets is the override's own."""
+    name, _, overrides = text.partition("=")
+    if not re.fullmatch(r"[\w.-]+", name) or name in ARMS or "=" not in overrides:
+        raise argparse.ArgumentTypeError(
+            f"NAME=override,override needs a new name and an override, got {text!r}: as lean=compile.memory_budget=0.8"
+        )
+    return name, tuple(re.split(r",(?![^\[{(]*[\])}])", overrides))
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m tests.training.benchmark", description=(__doc__ or "").split(":")[0]
     )  # fmt: skip
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 8192], help="T, divisors of a step's tokens")
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=DEFAULT_ARMS, metavar="ARM", help=", ".join(ARMS))
-    parser.add_argument("--rounds", type=int, default=2, help="runs of each arm at each length")
-    parser.add_argument("--steps", type=int, default=30, help="of a run; the last 20 are timed")
-    parser.add_argument("--text", type=Path, required=True, help="a file, whose bytes are the tokens")
-    parser.add_argument("--out", type=Path, required=True, help="a new folder, for results and what the runs print")
-    parser.add_argument("--timeout", type=float, default=120, help="seconds that a run may take")
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--tiny", action="store_true", help="a small model, not compiled, as for a CPU")
+    add = parser.add_argument
+    add("--lengths", type=int, nargs="+", default=[1024, 8192], help="T, divisors of a step's tokens")
+    add("--arms", nargs="+", choices=ARMS, default=DEFAULT_ARMS, metavar="ARM", help=", ".join(ARMS))
+    add("--also", type=another_arm, action="append", default=[], metavar="NAME=override,override",
+        help="one more arm: `ours` with these overrides; may be given several times")  # fmt: skip
+    add("--rounds", type=int, default=3, help="sustained turns of each arm at each length")
+    add("--steps", type=int, default=40, help="timed steps of a sustained turn")
+    add("--burst-rounds", type=int, default=1, help="burst turns of each arm at each length")
+    add("--burst-steps", type=int, default=10, help="timed steps of a burst")
+    add("--pause", type=float, default=3, help="seconds in which the device rests before a burst")
+    add("--text", type=Path, required=True, help="a file, whose bytes are the tokens")
+    add("--out", type=Path, required=True, help="a new folder, for results and what the runs print")
+    add("--timeout", type=float, default=240, help="seconds in which a run must be ready, take a turn, or end")
+    add("--device", default="cuda", choices=("cuda", "cpu"))
+    add("--tiny", action="store_true", help="a small model, not compiled, as for a CPU")
     given = parser.parse_args(arguments)
     tokens = (TINY if given.tiny else GPT2)["tokens"]
     if any(length < 1 or tokens % length for length in given.lengths):
         parser.error(f"--lengths: {tokens} tokens a step are no whole number of rows of each of {given.lengths}")
-    if given.steps <= WARM_UP_STEPS or given.rounds < 1:
-        parser.error(f"--steps begin after {WARM_UP_STEPS}, the learning rate's warm-up, and --rounds at 1")
+    if min(given.rounds, given.steps, given.burst_steps) < 1 or min(given.burst_rounds, given.pause) < 0:
+        parser.error("--rounds, --steps and --burst-steps begin at 1, --burst-rounds and --pause at 0")
+    if len(dict(given.also)) < len(given.also):
+        parser.error(f"--also: each arm needs a name of its own, got {[name for name, _ in given.also]}")
     if not given.text.is_file():
         parser.error(f"--text: {given.text} is no file; give one of as many bytes as the run has tokens")
     if given.out.exists() and (not given.out.is_dir() or any(given.out.iterdir())):
@@ -193,11 +245,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     given = parse()
     given.out.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the run that is going on ends too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the runs that are going on end too
     rows: list[Row] = []
     try:
-        for found in benchmark(given):
-            rows = found
+        with closing(benchmark(given)) as figures:
+            for found in figures:
+                rows = found
     finally:
         print_report(rows)
     return 0 if verdict(rows) else 1

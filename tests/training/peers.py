@@ -9,25 +9,21 @@ its batches, which lie in pinned memory before the first step: they pay nothing 
 import argparse
 import importlib.util
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
-import lightning
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flash_train.commands.environment import describe_environment
 from flash_train.commands.result import write_json
-from flash_train.diagnostics.clock import Moment, now
-from flash_train.diagnostics.ledger import ledger_of
 from flash_train.models.gpt import GPT
 from flash_train.training.data import TextFiles
 from flash_train.training.schedule import warmup_cosine
+from tests.training.turns import StepClock, steps_of
 
 PEERS = ("nanogpt", "nanogpt_flash", "transformers")
 SEED = 1337  # flash-train's own default
@@ -42,9 +38,8 @@ class Run:
 
     arm: str
     length: int
-    steps: int
-    timed: int
-    """The last so many steps are timed, and their peak is the run's."""
+    turns: Sequence[int]
+    """Timed steps of each."""
     tokens: int
     """A step: the batch has tokens / length rows."""
     text: str
@@ -56,52 +51,16 @@ class Run:
     heads: int
     vocabulary: int
     compile: bool
+    overrides: Sequence[str] = ()
+    """Of flash-train, where it is one of its runs."""
+
+    @property
+    def steps(self) -> int:
+        return steps_of(self.turns)
 
     @property
     def rows(self) -> int:
         return self.tokens // self.length
-
-
-class StepClock(lightning.Callback):
-    """Times of the last `timed` of `steps` steps, in the same way for every arm: as a callback, or called by a loop.
-
-    A step lasts from the end of the last one to its own, data, logging and callbacks included. On a GPU ends are
-    events in the stream, read when training is over, so that nobody waits for the clock but in the first step. The
-    peak is the allocator's over the same steps; where there is none, as on a CPU, it is None.
-    """
-
-    def __init__(self, steps: int, timed: int) -> None:
-        self._steps, self._warm_up = steps, steps - timed
-        self._ends: list[Moment] = []
-        self._scope = self._first = self._peak = None
-
-    def begin(self, device: torch.device) -> None:
-        self._device, self._ledger, self._start = device, ledger_of(device), perf_counter()
-
-    def step_ends(self) -> None:
-        self._ends.append(now(self._device))
-        count = len(self._ends)
-        if count == 1:
-            self._ends[0].wait()
-            self._first = perf_counter() - self._start
-        if self._ledger is not None and count == self._warm_up:
-            self._scope = self._ledger.open("timed steps")
-        if self._ledger is not None and self._scope is not None and count == self._steps:
-            self._peak = self._ledger.close(self._scope).allocated
-
-    def result(self) -> dict[str, Any]:
-        """Seconds of the first step, compilation included; milliseconds of the timed ones; bytes of their peak."""
-        if self._ends:
-            self._ends[-1].wait()
-        ends = self._ends[self._warm_up - 1 :]
-        times = [1e3 * end.seconds_since(start) for start, end in zip(ends, ends[1:], strict=False)]
-        return {"first_step_seconds": self._first, "step_ms": times, "peak_allocated_bytes": self._peak}
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self.begin(trainer.strategy.root_device)
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.step_ends()
 
 
 # nanoGPT's architecture; the names are those of GPT, whose weights it takes
@@ -234,8 +193,8 @@ def batches(run: Run) -> Iterator[tuple[Tensor, Tensor]]:
     return (tuple(each.to(run.device, non_blocking=True) for each in pair) for pair in pairs)  # pyright: ignore
 
 
-def train(run: Run) -> dict[str, Any]:
-    """Losses and times of it, as nanoGPT's loop takes its steps."""
+def train(run: Run, channel: int) -> dict[str, Any]:
+    """Its losses, as nanoGPT's loop takes its steps; the benchmark gives turns through `channel`."""
     torch.manual_seed(SEED)
     torch.set_float32_matmul_precision("high")
     model, forward = build(run)
@@ -244,7 +203,7 @@ def train(run: Run) -> dict[str, Any]:
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.9, 0.95), fused=run.device == "cuda")
     schedule = warmup_cosine(optimizer, warmup_steps=WARM_UP_STEPS, total_steps=run.steps)
-    taken, clock = batches(run), StepClock(run.steps, run.timed)
+    taken, clock = batches(run), StepClock(run.turns, channel)
     losses: list[float] = []
     pending: list[Tensor] = []
     clock.begin(torch.device(run.device, 0) if run.device == "cuda" else torch.device(run.device))
@@ -264,8 +223,7 @@ def train(run: Run) -> dict[str, Any]:
             pending = []
         clock.step_ends()
     curve = [[step, loss] for step, loss in enumerate(losses)]
-    environment = describe_environment(torch.device(run.device))
-    return {"status": "ok", "error": None, "clock": clock.result(), "loss_curve": curve, "environment": environment}
+    return {"status": "ok", "error": None, "loss_curve": curve}
 
 
 def read(losses: Iterable[Tensor]) -> list[float]:
@@ -281,6 +239,7 @@ def missing(arm: str) -> str | None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m tests.training.peers")
     parser.add_argument("run", type=lambda text: Run(**json.loads(text)), help="as JSON; the benchmark writes it")
-    given: Run = parser.parse_args().run
-    Path(given.folder).mkdir(parents=True, exist_ok=True)
-    write_json(Path(given.folder) / "result.json", train(given))
+    parser.add_argument("channel", type=int, help="a file descriptor; the benchmark is at its other end")
+    given = parser.parse_args()
+    Path(given.run.folder).mkdir(parents=True, exist_ok=True)
+    write_json(Path(given.run.folder) / "result.json", train(given.run, given.channel))
