@@ -53,7 +53,8 @@ def levers(config: Mapping[str, Any]) -> list[str]:
         each = checkpointing["every"]
         which = "each block" if each == 1 else f"one block in {each}"
         kept = ", attention's results kept" if checkpointing["granularity"] == "selective" else ""
-        parts.append(f"checkpointing of {which}{kept}")
+        what = "the activation of " if checkpointing["granularity"] == "activation" else ""
+        parts.append(f"checkpointing of {what}{which}{kept}")
     if chunk_rows := config["loss"]["chunk_rows"]:
         parts.append(f"loss in chunks of {chunk_rows:,} rows")
     if z_loss := config["loss"].get("z_loss"):

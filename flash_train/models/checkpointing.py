@@ -10,7 +10,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from flash_train.ops import library
 
-CHECKPOINTING = ("none", "block", "selective")
+CHECKPOINTING = ("none", "activation", "block", "selective")
+WHOLE_BLOCKS = ("block", "selective")
+"""Those by which a block runs again; "activation" is its feed-forward network's own (``recompute``)."""
 
 # Attention as one operator: ours, and the ones that torch's SDPA chooses among.
 ATTENTION = frozenset(

@@ -24,10 +24,16 @@ def convert_to_float8(model: nn.Module, recipe: str = "tensorwise", *, emulate: 
         emulate: round to fp8 but multiply as before, for machines without fp8.
 
     Raises:
-        ValueError: torchao cannot be imported, an unknown recipe, or no layer can be converted.
+        ValueError: torchao cannot be imported, an unknown recipe, no layer can be converted, or a feed-forward network
+            has ``recompute``, whose operator takes the weight of its second layer past that layer.
     """
     if recipe not in RECIPES:
         raise ValueError(f"recipe is one of {', '.join(RECIPES)}, not {recipe!r}.")
+    if any(getattr(part, "recompute", False) for part in model.modules()):
+        raise ValueError(
+            "a feed-forward network that computes its activation again multiplies in the weights' own precision: "
+            "leave checkpointing=activation (recompute) out, or take checkpointing=selective."
+        )
     fitting = [
         name
         for name, part in model.named_modules()

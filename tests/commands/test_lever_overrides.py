@@ -22,6 +22,7 @@ from tests.commands.conftest import SHORT, Command
     [
         ("precision=fp32", "checkpointing=selective", "vocabulary_multiple=100", "loss.z_loss=1e-4"),
         ("precision=bf16_true", "checkpointing=block", "checkpointing.every=2", "optimizer.foreach=true"),
+        ("precision=bf16_mixed", "checkpointing=activation", "checkpointing.every=2"),
         (
             "precision=bf16_mixed",
             "precision.residual=bf16",
@@ -31,7 +32,7 @@ from tests.commands.conftest import SHORT, Command
         ),
         ("precision=bf16_masters", "precision.fp32_gradients=true", "callbacks=[default,ema]"),
     ],
-    ids=lambda levers: levers[0],
+    ids=lambda levers: ",".join(levers[:2]),
 )
 def test_every_precision_that_a_cpu_has_trains_with_every_lever(
     command: Command, tmp_path: Path, levers: tuple[str, ...]
@@ -67,7 +68,10 @@ def test_the_memory_of_a_whole_loss_with_a_z_loss_and_capped_logits_is_predicted
         (("+optimizer.master_weights=true",), "optimizer.master_weights follows from .*see precision=bf16_masters"),
         (("compile.memory_budget=0.8",), "compile.memory_budget is the compiler's; give compile=on with it"),
         (("compile=on", "compile.memory_budget=2"), "a share of the activations from 0 to 1, got 2"),
-        (("checkpointing.granularity=layer",), "checkpointing must be one of none, block, selective, got 'layer'"),
+        (
+            ("checkpointing.granularity=layer",),
+            "checkpointing must be one of none, activation, block, selective, got 'layer'",
+        ),
         (("checkpointing=block", "checkpointing.every=0"), "checkpoint_every must be a positive integer, got 0"),
         (("loss.z_loss=-1e-4",), "loss.z_loss must be a finite number from 0 on, got -0.0001; 1e-4 is usual"),
         (("loss.z_loss=inf",), "loss.z_loss must be a finite number from 0 on, got inf"),

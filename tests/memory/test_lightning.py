@@ -12,6 +12,7 @@ from flash_train.diagnostics.memory import MemoryMonitor
 from flash_train.diagnostics.probe import probe_memory
 from flash_train.memory.cards import CARDS
 from flash_train.memory.predict import predict_peak
+from flash_train.models.checkpointing import WHOLE_BLOCKS
 from flash_train.models.gpt import GPT
 from flash_train.training.module import LanguageModel
 from flash_train.training.optimizer import adamw, muon
@@ -37,6 +38,8 @@ def language_model(implementation: str, *, chunk_rows: int | None = None, optimi
         ("32-true", 1, {}), ("32-true", 2, {}), ("bf16-true", 1, {}), ("32-true", 1, {"chunk_rows": 128}),
         ("32-true", 1, {"checkpointing": "block"}), ("32-true", 1, {"checkpointing": "block", "checkpoint_every": 2}),
         ("32-true", 1, {"checkpointing": "selective"}), ("bf16-mixed", 1, {"half_residual": True}),
+        ("32-true", 2, {"checkpointing": "activation", "bias": True}),
+        ("bf16-true", 1, {"checkpointing": "activation", "checkpoint_every": 2, "feed_forward": "swiglu"}),
         ("bf16-mixed", 1, {"checkpointing": "block"}), ("bf16-mixed", 1, {"checkpointing": "selective"}),
         ("bf16-true", 1, {"optimizer": partial(adamw, master_weights=True)}),
         ("bf16-true", 2, {"optimizer": partial(adamw, master_weights=True, fp32_gradients=True)}),
@@ -58,7 +61,8 @@ def test_every_phase_of_a_run_is_predicted(
     predicted = predict_peak(
         language_model(implementation, **options), batch, precision=precision, accumulate=accumulate, device="cpu"
     )  # fmt: skip
-    checkpointed = len(range(0, DEPTH, options.get("checkpoint_every", 1))) if "checkpointing" in options else 0
+    whole = options.get("checkpointing") in WHOLE_BLOCKS
+    checkpointed = len(range(0, DEPTH, options.get("checkpoint_every", 1))) if whole else 0
     kept = SCALARS + checkpointed * RANDOM_STATE + (PACKED if checkpointed and precision == "bf16-mixed" else 0)
     for phase, peak in predicted.phases.items():
         assert 0 <= monitor.result()["phases"][phase] - peak.size <= kept, phase
@@ -127,6 +131,9 @@ def test_each_lever_takes_off_the_peak_that_is_predicted_for_a_gpu(implementatio
     )
     assert plain > some > block and plain > selective >= block
     assert (selective > block) == (implementation != "naive"), "naive attention has no results to keep"
+    activation, hidden = peak(checkpointing="activation"), 2 * 8 * 256 * 4 * 64
+    again = 2 * hidden  # in the backward, where the peak may be, one layer's act(x) and its gradient are there
+    assert 6 * hidden - again <= plain - activation <= 6 * hidden
     saved = plain - peak(half_residual=True)
     assert saved > 6 * 2 * 2 * 8 * 256 * 64, "two bytes of each of the twelve norms' inputs"
 

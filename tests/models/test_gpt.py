@@ -194,8 +194,13 @@ def test_half_precision_and_autocast_stay_near_full_precision(arguments: dict, d
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
 @pytest.mark.parametrize(
     "arguments",
-    [GPT2, FEATURED | {"checkpointing": "block"}, LLAMA | {"checkpointing": "selective", "vocabulary_multiple": 16}],
-    ids=["gpt2", "featured", "selective"],
+    [
+        GPT2,
+        FEATURED | {"checkpointing": "block"},
+        LLAMA | {"checkpointing": "selective", "vocabulary_multiple": 16},
+        LLAMA | {"checkpointing": "activation"},
+    ],
+    ids=["gpt2", "featured", "selective", "activation"],
 )
 def test_a_model_compiles_into_one_graph(arguments: dict, packed: bool) -> None:
     torch.compiler.reset()
@@ -227,7 +232,9 @@ def test_embeddings_are_dropped_in_training_alone() -> None:
     assert not (seen[1] == 0).any()
 
 
-@pytest.mark.parametrize("arguments", [GPT2, LLAMA], ids=["gpt2", "llama"])
+@pytest.mark.parametrize(
+    "arguments", [GPT2, LLAMA, LLAMA | {"checkpointing": "activation"}], ids=["gpt2", "llama", "activation"]
+)
 def test_flops_are_those_that_pytorch_counts(arguments: dict) -> None:
     model = build(arguments | {"implementation": "naive"})
     with FlopCounterMode(display=False) as counter:
@@ -278,7 +285,7 @@ def test_logits_are_under_their_soft_cap_and_its_model_is_another(padding: dict)
         ({"norm_epsilon": 0.0}, "norm_epsilon must be a number above 0, got 0.0: leave it out for the usual one"),
         ({"logit_soft_cap": 0.0}, "logit_soft_cap must be a number above 0, got 0.0: leave it out for the usual one"),
         ({"rotary_base": -1}, "rotary_base must be a number above 0, got -1: leave it out for the usual one"),
-        ({"checkpointing": "layer"}, "checkpointing must be one of none, block, selective, got 'layer'"),
+        ({"checkpointing": "layer"}, "checkpointing must be one of none, activation, block, selective, got 'layer'"),
         ({"implementation": "fast"}, "implementation must be one of flash, .*, got 'fast'"),
         ({"depth": 0}, "depth must be a positive integer, got 0"),
         ({"vocabulary_size": 0}, "vocabulary_size must be a positive integer, got 0"),

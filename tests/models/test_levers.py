@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_train.models.checkpointing import ATTENTION
 from flash_train.models.gpt import GPT
+from flash_train.modules.feed_forward import GeluFeedForward, SwigluFeedForward
 from flash_train.ops.cross_entropy import chunked_cross_entropy
 
 V, T, C, DEPTH = 59, 29, 48, 3
@@ -63,6 +64,19 @@ def test_selective_checkpointing_changes_nothing_and_computes_attention_once(
     again = len(range(0, DEPTH, options.get("checkpoint_every", 1)))
     expected = {"none": DEPTH, "block": DEPTH + again, "selective": DEPTH}
     assert calls == (dict.fromkeys(expected, 0) if implementation == "naive" else expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"feed_forward": "swiglu", "checkpoint_every": 2, "dropout": 0.3}])
+def test_activation_checkpointing_changes_no_bit_and_acts_in_each_so_many_th_block(options: dict[str, Any]) -> None:
+    results = []
+    for checkpointing in ("none", "activation"):
+        torch.manual_seed(3)
+        model = make(checkpointing=checkpointing, **options)
+        results.append(step(model))
+    assert all(torch.equal(results[1][name], x) for name, x in results[0].items())
+    every = options.get("checkpoint_every", 1)
+    again = [part.recompute for part in model.modules() if isinstance(part, GeluFeedForward | SwigluFeedForward)]
+    assert again == [number % every == 0 for number in range(DEPTH)]
 
 
 def test_a_compiler_keeps_attention_s_results_as_well() -> None:

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from flash_train.modules.feed_forward import GeluFeedForward, SwigluFeedForward, make_feed_forward
+from flash_train.modules.feed_forward import FEED_FORWARDS, GeluFeedForward, SwigluFeedForward, make_feed_forward
 
 WIDTH, HIDDEN = 11, 26
 
@@ -38,6 +38,28 @@ def test_both_weigh_the_same_by_default() -> None:
         sum(parameter.numel() for parameter in make_feed_forward(kind, 768).parameters()) for kind in ("gelu", "swiglu")
     )
     assert gelu == swiglu == 8 * 768 * 768
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kind", FEED_FORWARDS)
+def test_an_activation_that_is_computed_again_changes_no_bit_and_is_not_kept(kind: str, bias: bool) -> None:
+    results, kept = [], []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        module = make_feed_forward(kind, WIDTH, bias=bias, dropout=0.3, recompute=recompute)
+        x, sizes = torch.randn(5, 7, WIDTH, requires_grad=True), {}
+
+        def keep(y: torch.Tensor, sizes: dict[int, int] = sizes) -> torch.Tensor:
+            sizes[y.untyped_storage().data_ptr()] = y.untyped_storage().nbytes()
+            return y
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda y: y):
+            y = module(x)
+        results.append([y, *torch.autograd.grad(y.square().sum(), [x, *module.parameters()])])
+        kept.append(sum(sizes.values()))
+        hidden = 4 * 5 * 7 * module.get_parameter("projection.weight").shape[1]
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+    assert kept[0] - kept[1] == (2 if kind == "swiglu" else 1) * hidden
 
 
 @pytest.mark.parametrize("kind", ["gelu", "swiglu"])

@@ -25,6 +25,11 @@ def test_without_torchao_fp8_is_refused_with_what_to_install(monkeypatch: pytest
         convert_to_float8(make())
 
 
+def test_a_projection_that_is_passed_by_is_refused() -> None:
+    with pytest.raises(ValueError, match="leave checkpointing=activation .* out, or take checkpointing=selective"):
+        convert_to_float8(make(checkpointing="activation"))
+
+
 def test_an_unknown_recipe_and_a_model_without_fitting_layers_are_refused() -> None:
     with pytest.raises(ValueError, match="recipe is one of tensorwise, rowwise, not 'blocks'"):
         convert_to_float8(make(), "blocks")
