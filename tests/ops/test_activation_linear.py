@@ -45,7 +45,7 @@ def results(
     """The output, under "y", and the gradients of those of x, weight and bias whose first letters are `wanted`."""
     leaves = [x.detach().to(dtype).requires_grad_(name[0] in wanted) for x, name in zip(tensors, NAMES, strict=False)]
     y = function(*leaves, activation=activation)
-    grad = torch.linspace(-1, 1, y.numel(), dtype=torch.float64).view_as(y).to(y.dtype)
+    grad = torch.linspace(-1, 1, y.numel(), dtype=torch.float64).view_as(y).to(y)
     gradients = torch.autograd.grad(y, [x for x in leaves if x.requires_grad], grad)
     names = [name for x, name in zip(leaves, NAMES, strict=False) if x.requires_grad]
     return {"y": y.detach()} | dict(zip(names, gradients, strict=True))
