@@ -9,7 +9,7 @@ integer operations an element, where a Philox call takes about a hundred. `kerne
 import torch
 from torch import Tensor
 
-from flash_train.ops.features import SEED_STEP, Terms
+from flash_train.ops.features import SEED_STEP, Terms, wide
 
 MASK_32 = 0xFFFFFFFF
 MIX_1, MIX_2 = 0x7FEB352D, 0x846CA68B
@@ -34,8 +34,8 @@ def keys(seed: Tensor, heads: Tensor, positions: Tensor, step: int) -> Tensor:
     `step` is that of queries or of keys, and parts the two: of equal keys the mix is 0 whatever the seed.
     """
     low, high = seed & MASK_32, (seed >> 32) & MASK_32
-    base = mix(mix(mix(low ^ (heads * STEP_HEAD & MASK_32)) ^ high) ^ step)
-    return mix((base + positions * step) & MASK_32)
+    base = mix(mix(mix(low ^ (heads * wide(STEP_HEAD, seed) & MASK_32)) ^ high) ^ step)
+    return mix((base + positions * wide(step, seed)) & MASK_32)
 
 
 def kept(query_keys: Tensor, key_keys: Tensor, dropout: float) -> Tensor:

@@ -242,7 +242,13 @@ def _draw_seed(q: Tensor, *, packed: bool) -> Tensor:
     seed = torch.randint(-(2**63), 2**63 - 1, (1,), device=q.device, dtype=torch.int64)
     if packed:
         return seed.expand(q.shape[0])
-    return seed + torch.arange(q.shape[0], device=q.device) * SEED_STEP
+    return seed + torch.arange(q.shape[0], device=q.device) * wide(SEED_STEP, seed)
+
+
+def wide(number: int, seed: Tensor) -> Tensor:
+    """The number in 64 bits, as if it depended on the seed: torch's compiler multiplies what it knows for an index,
+    such as `arange`, by a constant in 32 bits, which is wrong or does not compile on a GPU."""
+    return (seed & 0) | number
 
 
 def _check_documents(documents: Documents, q: Tensor, S: int) -> None:

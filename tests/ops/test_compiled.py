@@ -1,10 +1,13 @@
 """The operators under torch's compilers: whole graphs, one for all lengths, and partitioners that may save them."""
 
+import re
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flash_train.ops import library
@@ -274,6 +277,28 @@ def test_the_kernels_compile_whole_and_once_for_all_lengths(where, dropout):
             expected, ours = expected[1:2], ours[1:2]
         for a, b in zip(ours, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("implementation", ["flash", "naive"])
+def test_the_compiler_multiplies_no_index_by_a_number_that_32_bits_do_not_hold(implementation):
+    """As its indices are on a GPU, where such a kernel does not compile, or wraps around."""
+    x = torch.randn(3, 2, 8, 4)
+    dropped = torch.compile(lambda x: flash_attention(x, x, x, dropout=0.5, implementation=implementation))
+    _, codes = run_and_get_code(dropped, x)
+    lines = [line.strip() for code in codes for line in code.splitlines()]
+    assert any("randint64" in line for line in lines), "nothing is drawn here"
+    assert not [line for line in lines if re.search(r"\d{10}L+\)?\s*\*\s*\(?x\d", line)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", ["flash", "naive"])
+def test_a_compiled_batch_drops_elements_of_its_own_in_each_row(implementation):
+    eye = torch.eye(64, device="cuda").expand(3, 2, 64, 64)
+    zeros = torch.zeros_like(eye)
+    function = partial(flash_attention, dropout=0.5, implementation=implementation)
+    kept = torch.compile(function, fullgraph=True)(zeros, zeros, eye) > 0
+    assert 0.45 < kept.float().mean() < 0.55
+    assert not torch.equal(kept[0], kept[1]) and not torch.equal(kept[1], kept[2])
 
 
 @pytest.mark.gpu

@@ -142,6 +142,10 @@ class Setting(NamedTuple):
     new: float
     """The share of new processes among those that are started."""
 
+    @property
+    def forks(self) -> bool:
+        return self.new < 1
+
     def unbroken(self, *, new: bool) -> Run:
         return Run(self.overrides, self.folder / f"unbroken_{'new' if new else 'forked'}")
 
@@ -179,13 +183,15 @@ def chain(setting: Setting, seed: int, kills: int, seconds: float) -> Outcome:
         processes, new_ones = processes + 1, new_ones + new
         pid = start(run, new=new)
         doomed = len(places) < kills
-        code = watch(pid, instant_of(run, seconds + 4 * new, draw) if doomed else never)
+        code = watch(pid, instant_of(run, seconds + 4 * (new and setting.forks), draw) if doomed else never)
         if code is not None:
             break
         kill(pid, group=draw.random() < 0.5)
         places.append(place(run))
     if code == 0:
-        problems = differences(run.folder, setting.unbroken(new=False).folder, checkpoint_every=CHECKPOINT_EVERY)
+        problems = differences(
+            run.folder, setting.unbroken(new=not setting.forks).folder, checkpoint_every=CHECKPOINT_EVERY
+        )
     else:
         last = "\n    ".join(run.printed.read_text().splitlines()[-8:])
         problems = [f"exit code {code}; its last words:\n    {last}"]
@@ -230,10 +236,11 @@ def run_share(setting: Setting, seed: int, kills: int, seconds: float) -> list[O
 def kill_and_compare(setting: Setting, seed: int, kills: int, processes: int) -> int:
     """Runs until there were so many kills; prints what happened, and returns the exit status."""
     begin = time.monotonic()
-    with ProcessPoolExecutor(processes, get_context("spawn"), initializer=warm_up) as pool:
-        seconds = pool.submit(run_unbroken, setting, new=False).result()
-        print(f"an unbroken run takes {seconds:.1f} s in a fork", flush=True)
-        if setting.new:
+    prepare = warm_up if setting.forks else None
+    with ProcessPoolExecutor(processes, get_context("spawn"), initializer=prepare) as pool:
+        seconds = pool.submit(run_unbroken, setting, new=not setting.forks).result()
+        print(f"an unbroken run takes {seconds:.1f} s in a {'fork' if setting.forks else 'new process'}", flush=True)
+        if 0 < setting.new < 1:
             pool.submit(run_unbroken, setting, new=True).result()
             both = (setting.unbroken(new=new).folder for new in (True, False))
             if found := differences(*both, checkpoint_every=CHECKPOINT_EVERY):
@@ -259,7 +266,10 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, help="drawn, and printed, if not given")
     parser.add_argument("--processes", type=int, default=1, help="so many runs at a time")
-    parser.add_argument("--new", type=float, default=0.1, help="the share of new processes; the others are forks")
+    parser.add_argument(
+        "--new", type=float, help="the share of new processes, the others are forks; 0.1, and on a GPU 1: libraries "
+        "that come with CUDA start threads, with which a process cannot be forked"
+    )  # fmt: skip
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--folder", type=Path, help="where to work; what went wrong stays there")
     parser.add_argument("overrides", nargs="*", help="more of them for the runs, as precision=bf16_mixed")
@@ -275,7 +285,8 @@ def main() -> int:
         overrides += ["trainer=cuda", "trainer.deterministic=true"]
     # One core each. A GPU sums in a fixed order only with this workspace of cuBLAS.
     os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    setting = Setting((*overrides, *given.overrides), folder, given.new)
+    new = given.new if given.new is not None else 1.0 if given.device == "cuda" else 0.1
+    setting = Setting((*overrides, *given.overrides), folder, new)
     return kill_and_compare(setting, seed, given.kills, given.processes)
 
 

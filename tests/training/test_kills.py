@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def kills(folder: Path, *arguments: str) -> str:
-    command = [sys.executable, "-m", "tests.training.kills", "--seed", "3", "--new", "0", f"--folder={folder}"]
+    command = [sys.executable, "-m", "tests.training.kills", "--seed", "3", f"--folder={folder}"]
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     answer = subprocess.run([*command, *arguments], cwd=REPOSITORY, env=environment, capture_output=True, text=True)
     assert answer.returncode == 0, answer.stdout + answer.stderr
@@ -24,7 +24,7 @@ def kills(folder: Path, *arguments: str) -> str:
 
 
 def test_runs_that_are_killed_at_random_instants_end_as_one_that_was_not(tmp_path: Path) -> None:
-    printed = kills(tmp_path, "--kills", "5")
+    printed = kills(tmp_path, "--kills", "5", "--new", "0")
     assert re.search(r"^5 kills: ", printed, re.MULTILINE) and " 0 ended otherwise" in printed
 
 
