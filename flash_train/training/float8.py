@@ -32,7 +32,7 @@ def convert_to_float8(model: nn.Module, recipe: str = "tensorwise", *, emulate: 
     if any(getattr(part, "recompute", False) for part in model.modules()):
         raise ValueError(
             "a feed-forward network that computes its activation again multiplies in the weights' own precision: "
-            "leave checkpointing=activation (recompute) out, or take checkpointing=selective."
+            "set checkpointing=none, or selective, in place of activation (recompute=False)."
         )
     fitting = [
         name

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from flash_train.modules import feed_forward
 from flash_train.modules.feed_forward import FEED_FORWARDS, GeluFeedForward, SwigluFeedForward, make_feed_forward
 
 WIDTH, HIDDEN = 11, 26
@@ -79,3 +80,26 @@ def test_an_unknown_network_is_answered_with_the_known_ones() -> None:
 def test_a_hidden_size_of_zero_is_refused() -> None:
     with pytest.raises(ValueError, match="hidden_size must be a positive integer, got 0"):
         make_feed_forward("gelu", WIDTH, hidden_size=0)
+
+
+class Adapted(torch.nn.Linear):
+    """A linear layer with something added, as adapters do it."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) + input.sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("kind", ["gelu", "swiglu"])
+def test_a_module_in_the_projections_place_is_called_and_the_activation_is_kept(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    feed_forward._log_once.cache_clear()
+    modules = []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        module = make_feed_forward(kind, WIDTH, hidden_size=HIDDEN, recompute=recompute)
+        module.projection = Adapted(HIDDEN, WIDTH)
+        modules.append(module)
+    x = torch.randn(3, WIDTH)
+    assert torch.equal(*(module(x) for module in modules))
+    assert "keeps its activation: its projection is a Adapted" in caplog.text
