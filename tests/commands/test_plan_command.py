@@ -28,9 +28,15 @@ def test_it_plans_a_recipe_without_its_data_or_a_gpu(command: Command, tmp_path:
 
 def test_what_takes_less_memory_goes_further(command: Command, tmp_path: Path) -> None:
     longest = []
-    residual, block = "precision.residual=bf16", "checkpointing=block"
+    residual, full = "precision.residual=bf16", "loss=full"
+    none, activation, selective, block = (
+        f"checkpointing={kind}" for kind in ("none", "activation", "selective", "block")
+    )
     chunked = (block, "loss=chunked", "loss.z_loss=1e-4")
-    for changes in ((), (residual,), (residual, "checkpointing=selective"), (residual, block), chunked):
+    for changes in (
+        (full, none), (full, none, residual), (full, activation, residual), (full, selective, residual),
+        (full, block, residual), chunked,
+    ):  # fmt: skip
         answer = command(
             main, *SMALL, "arms=[flash]", "model.depth=6", "data.sequence_length=16384", "length_step=1024", *changes
         )

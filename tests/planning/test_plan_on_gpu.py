@@ -12,7 +12,15 @@ BUDGET = "24GiB"
 
 
 def command(name: str, *overrides: str) -> list[str]:
-    return [sys.executable, "-m", f"flash_train.commands.{name}", "recipes=gpt2_124m", "loggers=none", *overrides]
+    return [
+        sys.executable,
+        "-m",
+        f"flash_train.commands.{name}",
+        "recipes=gpt2_124m",
+        "loss=full",
+        "loggers=none",
+        *overrides,
+    ]
 
 
 def training(arm: str, length: int, folder: Path, *more: str) -> list[str]:

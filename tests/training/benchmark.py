@@ -5,7 +5,7 @@ then take turns: in each round every arm takes so many timed steps while the oth
 goes backwards. `sustained` turns follow one another without a pause, so that the card is as hot as in training; before
 a `burst`, of fewer steps, it rests. A ratio is the median of those of the rounds, and the sustained ones decide.
 
-`ours` is what a user gets, `flash-train recipes=gpt2_124m loss=chunked` with Lightning, torch.compile, its monitors
+`ours` is what a user gets, `flash-train recipes=gpt2_124m` with Lightning, torch.compile, its monitors
 and every tenth step logged; OURS says what the other arms of ours have besides, and `--also` adds one. The others are
 in tests/training/peers.py. All take the same batches from the same first weights with the same learning rates.
 
@@ -96,7 +96,7 @@ def command(run: Run, channel: int) -> list[str]:
         f"data.batch_size={run.rows}", f"data.cache_dir={run.cache}", f"batch_tokens={run.tokens}", f"seed={SEED}",
         f"trainer={run.device}", f"trainer.max_steps={run.steps}", f"trainer.log_every_n_steps={LOG_EVERY}",
         "trainer.limit_val_batches=2", "validate_every=1000", f"optimizer.lr={LEARNING_RATE}",
-        f"schedule.warmup_steps={WARM_UP_STEPS}", "loss=chunked", "attention=flash", "precision=bf16_mixed",
+        f"schedule.warmup_steps={WARM_UP_STEPS}", "attention=flash", "precision=bf16_mixed",
         "loggers=csv", "callbacks.checkpoint=null", f"vocabulary_size={run.vocabulary}",
         f"compile={'on' if run.compile else 'off'}",
         *(f"model.{name}={getattr(run, name)}" for name in ("width", "depth", "heads")),

@@ -35,7 +35,7 @@ ENDED, CUT = 0, 143
 """Exit codes: of a run that took its last step, and of one that SIGTERM ended."""
 SECONDS_TO_END = 120  # for the step under way and the checkpoint
 GPT2 = (
-    "recipes=gpt2_124m", "loss=chunked", "batch_tokens=131072", "schedule.warmup_steps=300", "validate_every=250",
+    "recipes=gpt2_124m", "batch_tokens=131072", "schedule.warmup_steps=300", "validate_every=250",
     "trainer.limit_val_batches=1.0",
 )  # fmt: skip
 TINY = (
