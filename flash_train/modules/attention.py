@@ -12,7 +12,7 @@ from flash_train.modules.norm import Norm, make_norm
 from flash_train.modules.rotary import RotaryEmbedding
 from flash_train.ops.attention import IMPLEMENTATIONS, flash_attention, flash_attention_qkv
 from flash_train.ops.checks import LARGEST, check_flag, check_number
-from flash_train.ops.features import Documents, Mask, Score
+from flash_train.ops.features import Documents, Mask, Score, split_heads
 
 SINK_DEVIATION = 0.02  # transformers' gpt-oss, at its default initializer_range
 
@@ -167,7 +167,7 @@ class SelfAttention(nn.Module):
         if self.rotary is None and self.query_norm is None:
             attended = flash_attention_qkv(qkv, self.heads, **options)
         else:
-            q, k, v = qkv.transpose(1, 2).split((self.heads, self.kv_heads, self.kv_heads), dim=1)
+            q, k, v = split_heads(qkv, self.heads)
             q = self._normalize_and_turn(q, self.query_norm)
             k = self._normalize_and_turn(k, self.key_norm)
             attended = flash_attention(q, k, v, **options)
