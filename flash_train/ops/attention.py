@@ -142,6 +142,7 @@ def flash_attention_qkv(
         ValueError: a shape that is none of these, and as `flash_attention`; TypeError likewise.
     """
     (qkv,) = _autocast(qkv=qkv)
+    check_dense("qkv", qkv)
     own = whole_number(heads)
     rest = qkv.shape[2] - own if qkv.dim() == 4 and own is not None and own > 0 else 0
     if rest < 2 or rest % 2:

@@ -137,3 +137,12 @@ def test_what_is_no_such_tensor_is_refused_with_the_rule(shape, heads, says):
 def test_heads_that_the_key_heads_do_not_divide_are_refused_as_ever():
     with pytest.raises(ValueError, match="multiple"):
         flash_attention_qkv(torch.zeros(1, 4, 5 + 2 * 2, 8), 5)
+
+
+def test_a_sparse_or_nested_tensor_is_refused_with_a_way_out():
+    for x in (
+        torch.zeros(1, 4, 4, 8).to_sparse(),
+        torch.nested.nested_tensor([torch.zeros(4, 4, 8)], layout=torch.jagged),
+    ):
+        with pytest.raises(ValueError, match="qkv must be dense"):
+            flash_attention_qkv(x, H)
