@@ -7,6 +7,7 @@ from functools import cache, partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from flash_train.modules.checks import check_choice, check_dropout, check_positive
 from flash_train.ops.activation_linear import activation_linear
@@ -19,7 +20,7 @@ class GeluFeedForward(nn.Module):
 
     ``approximate`` is torch's: ``"none"`` for the exact GELU, which nanoGPT takes, ``"tanh"`` for GPT-2's own. With
     ``recompute`` the backward computes the activation again from its input instead of keeping it, unless another
-    module was put in ``projection``'s place; hooks of ``projection`` are then not called.
+    module was put in ``projection``'s place, or it has hooks; hooks of all modules are not called for it.
     """
 
     def __init__(
@@ -88,13 +89,24 @@ class SwigluFeedForward(nn.Module):
 
 
 def _is_linear(projection: nn.Module) -> bool:
-    """Whether it is what its weight and bias say. An adapter in its place, or a weight that is made of others, is not:
-    then the module itself is called, and the activation is kept."""
-    if type(projection) is nn.Linear:
+    """Whether it is what its weight and bias say. An adapter in its place, a weight that is made of others, a hook or
+    another `forward` is not: then the module itself is called, and the activation is kept."""
+    if type(projection) is not nn.Linear:
+        reason = f"is a {type(projection).__name__}"
+    elif "forward" in vars(projection):
+        reason = "has a forward of its own"
+    elif any(getattr(projection, name) for name in _HOOKS):  # weight norms and pruning make the weight in one
+        reason = "has hooks"
+    elif is_traceable_wrapper_subclass(projection.weight):  # quantized, or spread over devices
+        reason = f"has a weight that is a {type(projection.weight).__name__}"
+    else:
         return True
     if not torch.compiler.is_compiling():
-        _log_once(f"a feed-forward network keeps its activation: its projection is a {type(projection).__name__}")
+        _log_once(f"a feed-forward network keeps its activation: its projection {reason}")
     return False
+
+
+_HOOKS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
 
 
 @cache
@@ -103,7 +115,7 @@ def _log_once(message: str) -> None:
 
 
 def _recomputed(hidden: Tensor, projection: nn.Linear, activation: str) -> Tensor:
-    """``projection(act(hidden))``, whose backward finds ``hidden`` alone; hooks of ``projection`` are not called."""
+    """``projection(act(hidden))``, whose backward finds ``hidden`` alone."""
     return activation_linear(hidden, projection.weight, projection.bias, activation=activation)
 
 

@@ -1,5 +1,7 @@
 import pytest
 import torch
+from torch.nn.utils import prune
+from torch.testing._internal.two_tensor import TwoTensor
 
 from flash_train.modules import feed_forward
 from flash_train.modules.feed_forward import FEED_FORWARDS, GeluFeedForward, SwigluFeedForward, make_feed_forward
@@ -103,3 +105,42 @@ def test_a_module_in_the_projections_place_is_called_and_the_activation_is_kept(
     x = torch.randn(3, WIDTH)
     assert torch.equal(*(module(x) for module in modules))
     assert "keeps its activation: its projection is a Adapted" in caplog.text
+
+
+def _double(projection: torch.nn.Module) -> None:
+    plain = projection.forward
+    projection.forward = lambda x: 2 * plain(x)
+
+
+CHANGES = {
+    "hook": lambda projection: projection.register_forward_hook(lambda module, inputs, output: 2 * output),
+    "pruning": lambda projection: prune.l1_unstructured(projection, "weight", amount=0.3),
+    "spectral norm": torch.nn.utils.spectral_norm,
+    "weight norm": torch.nn.utils.parametrizations.weight_norm,
+    "own forward": _double,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_a_projection_does_beside_its_weight_is_done_with_recompute_too(change: str) -> None:
+    results = []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        module = make_feed_forward("gelu", WIDTH, hidden_size=HIDDEN, recompute=recompute)
+        CHANGES[change](module.projection)
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.mul_(1.5)
+        y = module(torch.randn(3, WIDTH))
+        results.append([y, *torch.autograd.grad(y.square().sum(), list(module.parameters()))])
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+def test_a_weight_that_wraps_other_tensors_is_left_to_the_projection() -> None:
+    module = GeluFeedForward(WIDTH, hidden_size=HIDDEN, recompute=True).requires_grad_(False)
+    x = torch.randn(3, WIDTH)
+    expected, weight = module(x), module.projection.weight
+    wrapped = TwoTensor(weight, weight)  # as quantized weights and DTensors are; none knows our operator
+    module.projection.weight = torch.nn.Parameter(wrapped, requires_grad=False)
+    y = module(x)
+    assert isinstance(y, TwoTensor) and torch.equal(y.a, expected)
