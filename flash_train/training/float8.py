@@ -25,14 +25,15 @@ def convert_to_float8(model: nn.Module, recipe: str = "tensorwise", *, emulate: 
 
     Raises:
         ValueError: torchao cannot be imported, an unknown recipe, no layer can be converted, or a feed-forward network
-            has ``recompute``, whose operator takes the weight of its second layer past that layer.
+            has ``recompute``, which would do nothing: its operator takes plain linear layers alone.
     """
     if recipe not in RECIPES:
         raise ValueError(f"recipe is one of {', '.join(RECIPES)}, not {recipe!r}.")
     if any(getattr(part, "recompute", False) for part in model.modules()):
         raise ValueError(
-            "a feed-forward network that computes its activation again multiplies in the weights' own precision: "
-            "set checkpointing=none, or selective, in place of activation (recompute=False)."
+            "fp8 puts layers of its own into a feed-forward network, which then keeps its activation: "
+            "set checkpointing=none, or selective, in place of activation, which a recipe may have chosen "
+            "(recompute=False)."
         )
     fitting = [
         name
