@@ -99,7 +99,7 @@ def _activate(x: Tensor, activation: str) -> Tensor:
 
         return activate(_rows(x), activation).view(*x.shape[:-1], -1)
     if activation != "swiglu":
-        return functional.gelu(x, approximate=_approximate(activation))
+        return _composed(x, activation)
     gate, up = x.chunk(2, dim=-1)
     return functional.silu(gate).mul_(up)
 

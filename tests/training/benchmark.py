@@ -48,6 +48,7 @@ from tests.training.benchmark_report import (
     verdict,
     write_files,
 )
+from tests.training.new_folder import new_folder
 from tests.training.peers import LEARNING_RATE, LOG_EVERY, PEERS, SEED, WARM_UP_STEPS, Run, missing
 from tests.training.turns import FIRST_STEPS, UNTIMED_STEPS, Arm
 
@@ -171,7 +172,7 @@ def flops_per_token(sizes: dict[str, Any], length: int) -> int:
 
 def benchmark(given: argparse.Namespace) -> Generator[list[Row], None, None]:
     """After each round, and at the end of each length, all figures so far, which are then in the files too."""
-    sizes, out, rounds = TINY if given.tiny else GPT2, given.out.resolve(), plan(given)
+    sizes, out, rounds = TINY if given.tiny else GPT2, given.out, plan(given)
     flops = {length: flops_per_token(sizes, length) for length in given.lengths}
     arms = {arm: OURS.get(arm, ()) for arm in given.arms} | dict(given.also)
     facts: dict[str, Any] = {
@@ -223,7 +224,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--burst-steps", type=int, default=10, help="timed steps of a burst")
     add("--pause", type=float, default=3, help="seconds in which the device rests before a burst")
     add("--text", type=Path, required=True, help="a file, whose bytes are the tokens")
-    add("--out", type=Path, required=True, help="a new folder, for results and what the runs print")
+    add("--out", type=new_folder, required=True, help="a new folder, for results and what the runs print")
     add("--timeout", type=float, default=240, help="seconds in which a run must be ready, take a turn, or end")
     add("--device", default="cuda", choices=("cuda", "cpu"))
     add("--tiny", action="store_true", help="a small model, not compiled, as for a CPU")
@@ -237,8 +238,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--also: each arm needs a name of its own, got {[name for name, _ in given.also]}")
     if not given.text.is_file():
         parser.error(f"--text: {given.text} is no file; give one of as many bytes as the run has tokens")
-    if given.out.exists() and (not given.out.is_dir() or any(given.out.iterdir())):
-        parser.error(f"--out: {given.out} is not empty; give a new folder, for a run would mix with an older one")
     return given
 
 

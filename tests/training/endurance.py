@@ -28,6 +28,7 @@ from statistics import median
 from typing import Any
 
 from flash_train.training.schedule import warmup_cosine_factor
+from tests.training.new_folder import new_folder
 
 REPOSITORY = Path(__file__).parents[2]
 LARGEST_FILE = 1_000_000  # bytes; what is larger is tables, not code
@@ -242,7 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.training.endurance", description=(__doc__ or "").split(":")[0]
     )  # fmt: skip
-    parser.add_argument("--out", type=Path, required=True, help="a new folder")
+    parser.add_argument("--out", type=new_folder, required=True, help="a new folder")
     parser.add_argument("--parts", type=int, default=3)
     parser.add_argument("--minutes", type=float, default=7.0, help="of a part, its start included")
     parser.add_argument("--steps", type=int, default=4200, help="for which the schedule is planned")
@@ -251,9 +252,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true", help="a small model and this repository's tests, as for a CPU")
     parser.add_argument("overrides", nargs="*", help="of the run, as precision=bf16_masters")
     given = parser.parse_args(arguments)
-    given.out = given.out.resolve()
-    if given.out.exists() and (not given.out.is_dir() or any(given.out.iterdir())):
-        parser.error(f"--out: {given.out} is not empty; give a new folder, for a run would go on in an older one")
     given.out.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(CUT))  # the part that is going on ends too
     tokens = given.tokens.resolve() if given.tokens else given.out / "tokens"

@@ -31,6 +31,7 @@ from flash_train.commands.environment import describe_environment
 from flash_train.comparison.table import print_lines
 from flash_train.memory.cards import GIB
 from flash_train.ops.cross_entropy import chunked_cross_entropy
+from tests.training.new_folder import new_folder
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Of hidden [N, C], weight [V, C] and targets [N], a mean in nats."""
@@ -294,7 +295,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m tests.training.loss_benchmark", description=(__doc__ or "").split(":")[0]
     )
-    parser.add_argument("--out", type=Path, required=True, help="a new folder, for results.json and results.md")
+    parser.add_argument("--out", type=new_folder, required=True, help="a new folder, for results.json and results.md")
     parser.add_argument("--contestants", nargs="+", choices=NAMES, default=NAMES, metavar="NAME", help=", ".join(NAMES))
     parser.add_argument("--rounds", type=int, default=5, help="each visits all contestants")
     parser.add_argument("--seconds", type=float, default=0.2, help="of each contestant in a round")
@@ -304,8 +305,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     given = parser.parse_args(arguments)
     if given.rounds < 1 or given.chunk_rows < 1 or given.seconds <= 0:
         parser.error("--rounds and --chunk-rows begin at 1, and --seconds above 0")
-    if given.out.exists() and (not given.out.is_dir() or any(given.out.iterdir())):
-        parser.error(f"--out: {given.out} is not empty; give a new folder")
     return given
 
 
